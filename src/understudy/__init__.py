@@ -1,0 +1,1 @@
+"""A small, shareable, differentially private stand-in for a sensitive dataset."""

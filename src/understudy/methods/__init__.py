@@ -1,0 +1,34 @@
+"""The methods, by name. An explicit tuple; other packages add theirs by entry point.
+
+A package registers its own with an entry point in the group ``understudy.methods`` whose value
+is a subclass of :class:`~understudy.methods.base.Method`.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from understudy.errors import UnknownName
+from understudy.methods.base import Method
+from understudy.methods.ldpdc import LDPDC
+
+BUILT_IN: tuple[type[Method], ...] = (LDPDC,)
+
+
+def registered() -> dict[str, type[Method]]:
+    """Return every method by name."""
+    methods = {method.name: method for method in BUILT_IN}
+    for point in metadata.entry_points(group="understudy.methods"):
+        methods.setdefault(point.name, point.load())
+    return methods
+
+
+def method_named(name: str) -> type[Method]:
+    """Return the method of that name, or offer the nearest."""
+    methods = registered()
+    if name not in methods:
+        raise UnknownName("method", name, methods)
+    return methods[name]
+
+
+__all__ = ["BUILT_IN", "LDPDC", "Method", "method_named", "registered"]

@@ -1,0 +1,139 @@
+"""Say what a method is: a frozen configuration that plans, measures and synthesises.
+
+Writing one: subclass :class:`Method`, declare the parameters as dataclass fields, and fill in
+``plan`` (which noisy sums, how often), ``measure`` (ask them) and ``synthesise`` (make the set
+from the answers). Everything private happens in ``gate.noisy_sum``, which takes a function of ONE
+record; the rest is free. See docs/writing-a-method.md.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from understudy.data.synthetic import SyntheticSet
+from understudy.engine import Engine, Progress, silent
+from understudy.errors import BadConfiguration, UnknownName
+from understudy.privacy.accounting import Accountant, Budget, calibrate, epsilon
+from understudy.privacy.events import Event, Plan
+from understudy.privacy.gate import Gate
+from understudy.privacy.public import Public
+from understudy.privacy.release import Release
+
+M = TypeVar("M", bound="Method")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(abc.ABC):
+    """Turn private records into a Release, and a Release into a synthetic set.
+
+    ``seed`` is public randomness (networks, augmentations, starting images) and is stored in the
+    recipe. Noise and sampling never depend on it.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    source: ClassVar[str]
+    """The paper, algorithm and theorem."""
+    assumptions: ClassVar[tuple[str, ...]] = ()
+    departures: ClassVar[tuple[str, ...]] = ()
+
+    noise_multiplier: float
+    """Standard deviation of the noise in units of the bound on one contribution."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense. Subclasses extend it with :meth:`_require`."""
+        self._require(
+            math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0,
+            f"noise_multiplier must be zero or more: {self.noise_multiplier}",
+        )
+
+    def _require(self, holds: bool, message: str) -> None:
+        if not holds:
+            raise BadConfiguration(f"{self.name}: {message}.")
+
+    @abc.abstractmethod
+    def plan(self, public: Public) -> Plan:
+        """Say which queries will be asked, and how often. Reads nothing."""
+
+    @abc.abstractmethod
+    def measure(self, gate: Gate) -> Release:
+        """Ask the planned queries. The private side ends with what this returns."""
+
+    @abc.abstractmethod
+    def synthesise(
+        self, release: Release, *, engine: Engine | None = None, progress: Progress = silent
+    ) -> SyntheticSet:
+        """Make the synthetic set. Post-processing: free, and repeatable with other settings."""
+
+    def epsilon(
+        self, public: Public, delta: float = 1e-5, accountant: Accountant = Accountant.PLD
+    ) -> float:
+        """Price this configuration on these public facts."""
+        return epsilon(
+            self.plan(public).events(public),
+            delta,
+            adjacency=public.adjacency,
+            accountant=accountant,
+            labels_fixed=public.labels == "public",
+        )
+
+    def calibrated(
+        self: M, public: Public, budget: Budget, *, earlier: tuple[Event, ...] = ()
+    ) -> M:
+        """Return this method with the least noise that keeps within the budget.
+
+        ``earlier`` are events of stages whose answers the public facts came from (measured class
+        sizes); they are paid for out of the same budget, by the Renyi filter.
+        """
+        if math.isinf(budget.epsilon):
+            return dataclasses.replace(self, noise_multiplier=0.0)
+
+        def events_at(noise_multiplier: float) -> tuple[Event, ...]:
+            method = dataclasses.replace(self, noise_multiplier=noise_multiplier)
+            return (*earlier, *method.plan(public).events(public))
+
+        noise_multiplier = calibrate(
+            events_at,
+            budget,
+            adjacency=public.adjacency,
+            accountant=Accountant.RDP if earlier else Accountant.PLD,
+            labels_fixed=public.labels == "public",
+            start=max(self.noise_multiplier, 0.1),
+        )
+        return dataclasses.replace(self, noise_multiplier=noise_multiplier)
+
+    # Configuration as plain values
+
+    def recipe(self) -> dict[str, Any]:
+        """Return the method's name and whole configuration."""
+        return {"method": self.name, "configuration": dataclasses.asdict(self)}
+
+    @classmethod
+    def configured(cls: type[M], values: Mapping[str, Any]) -> M:
+        """Build from plain values; an unknown field is refused with the nearest name."""
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        for key in values:
+            if key not in known:
+                raise UnknownName(f"field of {cls.name}", key, known)
+        try:
+            return cls(**{key: _tupled(value) for key, value in values.items()})
+        except TypeError as error:
+            raise BadConfiguration(f"{cls.name}: {error}.") from error
+
+    @classmethod
+    def describe_fields(cls) -> dict[str, Any]:
+        """Return each field's default, for `understudy methods`."""
+        return {
+            field.name: None if field.default is dataclasses.MISSING else field.default
+            for field in dataclasses.fields(cls)
+        }
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

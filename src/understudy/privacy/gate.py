@@ -1,0 +1,411 @@
+"""Read private records. This is the only file that does.
+
+    plan -> ledger.reserve -> Gate.noisy_sum -> ... -> Gate.release
+
+Every answer is ``sum over included records of clip(contribution(record)) + noise``:
+
+1. the query must be in the plan, and not asked more often than planned;
+2. records are included by a secret coin each (Poisson), or all of them;
+3. the contribution is a function of ONE record, vectorised here with ``torch.func.vmap``, so one
+   record cannot see another; a row that is not finite counts as zero;
+4. each row is clipped to the query's bound in L2, unconditionally, and truncated towards zero
+   onto a public grid, so that the float64 sum is exact in any order and on any device;
+5. Gaussian noise is added once, from a secret source, on the same grid;
+6. the noisy answer is journalled before anybody sees it, so a run that is killed resumes without
+   asking again.
+
+Guarantee: sampled Gaussian mechanism (Mironov, Talwar, Zhang 2019; DPDC Lemma III.3) per query;
+adaptive composition over the plan, whose parameters are fixed before the first answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from understudy.engine import Engine, Progress, silent
+from understudy.errors import BadConfiguration, DataError, NotPlanned
+from understudy.privacy.accounting import Budget
+from understudy.privacy.events import Plan, Query
+from understudy.privacy.ledger import Grant, Ledger
+from understudy.privacy.noise import Secret, grid, grid_noise
+from understudy.privacy.public import Public
+from understudy.privacy.release import Release
+from understudy.privacy.statement import Statement
+
+Contribution = Callable[[Tensor, Tensor], Tensor]
+"""Map ONE record (its values in [-1, 1] and its label, both tensors) to a vector."""
+
+State = TypeVar("State")
+
+ROWS_BYTES = 256 * 2**20
+"""Bound on the float64 rows of one chunk."""
+
+
+def record_digests(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Return a 16-byte digest of each row's shape, type and bytes.
+
+    Readers call it on records as they lie in the file, before any declared preparation, so that
+    the same records meet the same ledger however they are prepared.
+    """
+    rows = np.asarray(rows)
+    header = f"{rows.dtype.str}{rows.shape[1:]}".encode()
+    return np.stack(
+        [
+            np.frombuffer(
+                hashlib.blake2b(header + np.ascontiguousarray(row).tobytes(), digest_size=16).digest(),
+                dtype=np.uint8,
+            )
+            for row in rows
+        ]
+    ) if len(rows) else np.zeros((0, 16), np.uint8)
+
+
+class Records:
+    """Carry records from a reader to the gate. Nothing else may look inside.
+
+    ``images``: uint8 in [0, 255] or float32 in [-1, 1], of shape (N, *shape), in memory or
+    memory-mapped. ``labels``: int64 of shape (N,). ``digests``: :func:`record_digests`.
+    """
+
+    __slots__ = ("_digests", "_images", "_labels")
+
+    def __init__(
+        self,
+        images: npt.NDArray[Any],
+        labels: npt.NDArray[np.int64],
+        digests: npt.NDArray[np.uint8],
+    ) -> None:
+        if not len(images) == len(labels) == len(digests):
+            raise DataError(
+                f"{len(images)} records, {len(labels)} labels and {len(digests)} digests do not "
+                "belong together."
+            )
+        if images.dtype not in (np.uint8, np.float32):
+            raise DataError(f"Records must be uint8 or float32, not {images.dtype}.")
+        self._images, self._labels, self._digests = images, labels, digests
+
+    def _fingerprint(self) -> bytes:
+        """Digest the multiset of records: order and labels do not matter."""
+        total = np.zeros(8, dtype=object)
+        wide = [
+            hashlib.blake2b(bytes(row), digest_size=64, person=b"multiset").digest()
+            for row in self._digests
+        ]
+        words = np.frombuffer(b"".join(wide), dtype="<u8").reshape(-1, 8)
+        for column in range(8):
+            total[column] = int(words[:, column].astype(object).sum()) if len(words) else 0
+        number = sum(int(total[column]) << (64 * column) for column in range(8))
+        return hashlib.sha256((number % 2**512).to_bytes(64, "little")).digest()
+
+    def __reduce__(self) -> str:
+        raise TypeError("Private records are never pickled.")
+
+
+class PrivateDataset:
+    """Hold private records behind the gate. Only ``public`` can be looked at."""
+
+    __slots__ = ("_records", "public")
+
+    def __init__(self, records: Records, public: Public) -> None:
+        shape, labels = tuple(records._images.shape[1:]), records._labels
+        if shape != public.shape:
+            raise DataError(f"Records have shape {shape}, but {public.shape} was declared.")
+        if len(labels) and not (labels.min() >= 0 and labels.max() < len(public.classes)):
+            raise DataError(
+                f"Labels must lie in 0..{len(public.classes) - 1} for {len(public.classes)} "
+                f"classes; found {labels.min()}..{labels.max()}."
+            )
+        self._records, self.public = records, public
+
+    def __repr__(self) -> str:
+        return f"PrivateDataset({self.public!r})"
+
+    def __reduce__(self) -> str:
+        raise TypeError("A private dataset is never pickled or copied.")
+
+    def ledger(self) -> Ledger:
+        """Return the ledger these records meet by default, in the user's state folder."""
+        return Ledger.for_fingerprint(self._records._fingerprint())
+
+    @contextlib.contextmanager
+    def open(
+        self,
+        plan: Plan,
+        *,
+        by: str,
+        recipe: Mapping[str, Any],
+        ledger: Ledger,
+        budget: Budget,
+        public: Public | None = None,
+        before: tuple[Grant, ...] = (),
+        secret: Secret | None = None,
+        engine: Engine | None = None,
+        progress: Progress = silent,
+    ) -> Iterator[Gate]:
+        """Reserve the whole plan in the ledger, then yield a gate that can ask it and no more.
+
+        ``recipe`` (a method and its configuration) identifies the run: if it was killed before,
+        its grant is taken up again and answers already given are repeated, not asked anew.
+        ``before`` names grants of earlier stages whose noisy answers ``public`` depends on.
+        """
+        facts = public or self.public
+        with ledger.reserve(
+            plan.events(facts),
+            by=by,
+            recipe=recipe,
+            public=facts,
+            budget=budget,
+            fingerprint=self._records._fingerprint(),
+            replayable=secret is None,
+        ) as grant:
+            yield Gate(
+                self._records,
+                facts,
+                plan,
+                grant=grant,
+                before=before,
+                secret=secret or Secret(),
+                engine=engine or Engine(),
+                progress=progress,
+            )
+
+
+@dataclass(frozen=True)
+class NoisySum:
+    """Give one noisy answer and the standard deviation of its noise (public).
+
+    ``value`` has shape (classes, *contribution) where the query is per class, else
+    (*contribution).
+    """
+
+    value: Tensor
+    stddev: float
+
+
+class Gate:
+    """Answer planned queries about private records."""
+
+    def __init__(
+        self,
+        records: Records,
+        public: Public,
+        plan: Plan,
+        *,
+        grant: Grant,
+        before: tuple[Grant, ...],
+        secret: Secret,
+        engine: Engine,
+        progress: Progress,
+    ) -> None:
+        self.public, self.engine, self.grant = public, engine, grant
+        self._records, self._plan, self._before = records, plan, before
+        self._secret, self._progress = secret, progress
+        self._left = {step.query: step.times for step in plan}
+        self._asked = 0
+        self._total = sum(step.times for step in plan)
+
+    def noisy_sum(self, query: Query, contribution: Contribution) -> NoisySum:
+        """Sum clipped contributions of the included records and add noise, once."""
+
+        def total(turn: int) -> tuple[npt.NDArray[np.float64], tuple[int, ...], float]:
+            chosen = self._include(query, turn)
+            return self._clipped_sum(query, contribution, chosen)
+
+        return self._answer(query, total)
+
+    def noisy_counts(self, query: Query) -> NoisySum:
+        """Count the records of each class, noisily. Each record adds 1 to one count."""
+        return self.noisy_sum(query, lambda image, label: torch.ones(()))
+
+    def shards(self, count: int, start: Callable[[int], State]) -> Shards[State]:
+        """Deal the records to ``count`` shards, each with a private state that never leaves.
+
+        A record's shard is a secret keyed hash of its own bytes: which shard it meets does not
+        depend on any other record, so adding, removing or changing one record touches one shard
+        (a changed record: the two it leaves and enters). ``start(i)`` makes the first state of
+        shard i and sees no record.
+        """
+        dealer = self._secret.stream(self.grant.id, "shards")
+        places = np.array(
+            [dealer.keyed(bytes(row)) % count for row in self._records._digests], dtype=np.int64
+        )
+        members = [np.flatnonzero(places == shard) for shard in range(count)]
+        return Shards(self, members, [start(shard) for shard in range(count)])
+
+    def release(
+        self,
+        *,
+        signals: Mapping[str, Tensor],
+        recipe: Mapping[str, Any],
+        assumptions: tuple[str, ...] = (),
+        departures: tuple[str, ...] = (),
+    ) -> Release:
+        """Stamp the statement on what was measured. Nobody writes a statement by hand."""
+        return Release(
+            signals={
+                name: tensor.detach().to("cpu", torch.float32).contiguous()
+                for name, tensor in signals.items()
+            },
+            recipe=recipe,
+            public=self.public,
+            statement=Statement.stamp(
+                grant=self.grant,
+                before=self._before,
+                public=self.public,
+                assumptions=assumptions,
+                departures=departures,
+                secret_known=self._secret.known,
+            ),
+        )
+
+    # The rest is private.
+
+    def _answer(
+        self,
+        query: Query,
+        total: Callable[[int], tuple[npt.NDArray[np.float64], tuple[int, ...], float]],
+    ) -> NoisySum:
+        turn = self._take(query)
+        stored = self.grant.journal.read(turn)
+        if stored is None:
+            sums, shape, step = total(turn)
+            if query.stddev > 0:
+                stream = self._secret.stream(self.grant.id, turn, "noise")
+                sums = sums + grid_noise(stream, sums.size, query.stddev, step).reshape(sums.shape)
+            stored = torch.from_numpy(sums.astype(np.float32)).reshape(shape)
+            self.grant.journal.write(turn, stored)
+        self._progress(self._asked, self._total, f"asking '{query.name}'")
+        return NoisySum(stored.to(self.engine.torch_device), query.stddev)
+
+    def _take(self, query: Query) -> int:
+        """Use up one planned turn, or refuse."""
+        if query not in self._left:
+            raise NotPlanned(
+                f"Query '{query.name}' is not in the plan, which has "
+                f"{', '.join(repr(step.query.name) for step in self._plan)}. A query's bound, "
+                "noise and sampling are part of it: ask exactly what was planned."
+            )
+        if self._left[query] == 0:
+            times = next(step.times for step in self._plan if step.query == query)
+            raise NotPlanned(f"Query '{query.name}' was planned {times} times and all are used.")
+        self.grant.still_ours()
+        self._left[query] -= 1
+        self._asked += 1
+        return self._asked - 1
+
+    def _include(self, query: Query, turn: int) -> npt.NDArray[np.intp]:
+        """Toss one secret coin a record."""
+        labels = self._records._labels
+        if query.expected_batch is None:
+            return np.arange(len(labels))
+        rates = np.array(query.rates(self.public))[labels]
+        coins = self._secret.stream(self.grant.id, turn, "inclusion").uniform(len(labels))
+        return np.flatnonzero(coins < rates)
+
+    def _load(self, chosen: npt.NDArray[np.intp]) -> tuple[Tensor, Tensor]:
+        """Fetch records by index; bytes become numbers in [-1, 1] by the fixed 0.5 / 0.5 rule."""
+        device = self.engine.torch_device
+        images = torch.from_numpy(np.array(self._records._images[chosen])).to(device)
+        labels = torch.from_numpy(self._records._labels[chosen]).to(device)
+        if images.dtype == torch.uint8:
+            images = images.float().div_(127.5).sub_(1.0)
+        return images, labels
+
+    def _probe(self, contribution: Contribution) -> tuple[int, ...]:
+        """Learn the shape of a contribution from a blank record, which is nobody's."""
+        device = self.engine.torch_device
+        blank = torch.zeros(1, *self.public.shape, device=device)
+        rows = torch.func.vmap(contribution)(blank, torch.zeros(1, dtype=torch.long, device=device))
+        return tuple(rows.shape[1:])
+
+    def _clipped_sum(
+        self, query: Query, contribution: Contribution, chosen: npt.NDArray[np.intp]
+    ) -> tuple[npt.NDArray[np.float64], tuple[int, ...], float]:
+        if query.unit != "record":
+            raise BadConfiguration(f"Query '{query.name}' asks shards: use Shards.noisy_sum.")
+        shape = self._probe(contribution)
+        width = math.prod(shape)
+        step = grid(query.bound, query.stddev, len(self._records._labels))
+        groups = len(self.public.classes) if query.per_class else 1
+        device = self.engine.torch_device
+        total = torch.zeros(groups, width, dtype=torch.float64, device=device)
+        chunk = max(1, min(self.engine.records_at_once, ROWS_BYTES // (8 * max(width, 1))))
+        vectorised = torch.func.vmap(contribution, randomness="error")
+        for first in range(0, len(chosen), chunk):
+            images, labels = self._load(chosen[first : first + chunk])
+            rows = clip(vectorised(images, labels).reshape(len(images), width), query.bound, step)
+            group = labels if query.per_class else torch.zeros_like(labels)
+            total.index_add_(0, group, rows)
+        sums = total.cpu().numpy() * step
+        return sums, ((groups, *shape) if query.per_class else shape), step
+
+
+def clip(rows: Tensor, bound: float, step: float) -> Tensor:
+    """Bound each row's L2 norm, drop rows that are not finite, truncate onto the grid.
+
+    Returns whole numbers of ``step``, in float64. Truncation towards zero never lengthens a row.
+    """
+    rows = rows.detach().to(torch.float64)
+    finite = torch.isfinite(rows).all(dim=1, keepdim=True)
+    rows = torch.where(finite, rows, 0.0)
+    # Scale by the largest entry first, so that squares of huge numbers do not overflow.
+    largest = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-300)
+    norms = largest * torch.linalg.vector_norm(rows / largest, dim=1, keepdim=True)
+    scale = torch.where(norms > bound, bound * (1 - 2.0**-40) / norms, 1.0)
+    return torch.trunc(rows * scale / step)
+
+
+class Shards(Generic[State]):
+    """Train one private state per shard of records and sum what the shards vote.
+
+    States never leave: only :meth:`noisy_sum` answers, and it is planned, clipped and noised.
+    """
+
+    __slots__ = ("_gate", "_members", "_states")
+
+    def __init__(
+        self, gate: Gate, members: list[npt.NDArray[np.intp]], states: list[State]
+    ) -> None:
+        self._gate, self._members, self._states = gate, members, states
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __reduce__(self) -> str:
+        raise TypeError("The states of shards are private and never leave.")
+
+    def train(self, step: Callable[[State, Tensor, Tensor], State]) -> None:
+        """Replace each shard's state by ``step(state, its images, its labels)``."""
+        for shard, members in enumerate(self._members):
+            images, labels = self._gate._load(members)
+            self._states[shard] = step(self._states[shard], images, labels)
+
+    def noisy_sum(self, query: Query, vote: Callable[[State], Tensor]) -> NoisySum:
+        """Sum one clipped vote per shard and add noise, once."""
+        if query.unit != "shard":
+            raise BadConfiguration(f"Query '{query.name}' must declare unit='shard'.")
+
+        def total(turn: int) -> tuple[npt.NDArray[np.float64], tuple[int, ...], float]:
+            step = grid(query.bound, query.stddev, len(self))
+            sums: Tensor | None = None
+            shape: tuple[int, ...] = ()
+            for state in self._states:
+                ballot = vote(state)
+                shape = tuple(ballot.shape)
+                row = clip(ballot.reshape(1, -1), query.bound, step)[0]
+                sums = row if sums is None else sums + row
+            if sums is None:
+                raise BadConfiguration("There are no shards to ask.")
+            return sums.cpu().numpy() * step, shape, step
+
+        return self._gate._answer(query, total)

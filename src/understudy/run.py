@@ -1,0 +1,196 @@
+"""The front door: fit, synthesise, evaluate. Data flows left to right and never back.
+
+    data --fit--> Release --synthesise--> SyntheticSet --evaluate--> Scores
+         private |        free for ever
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from understudy.data.heldout import HeldOut
+from understudy.data.synthetic import SyntheticSet
+from understudy.engine import Engine, Progress, silent
+from understudy.errors import BadConfiguration
+from understudy.evaluation.classify import Protocol, Scores, protocol_named, train_and_test
+from understudy.methods import Method, method_named
+from understudy.privacy.accounting import Budget, calibrate
+from understudy.privacy.events import Event, Plan, Query, Step
+from understudy.privacy.gate import PrivateDataset
+from understudy.privacy.ledger import Grant, Ledger
+from understudy.privacy.noise import Secret
+from understudy.privacy.public import Public
+from understudy.privacy.release import Release
+
+COUNTING_SHARE = 0.01
+"""Share of the budget (in units of 1 / variance) that measuring private class sizes takes."""
+
+
+class DeltaTooLarge(UserWarning):
+    """delta is not much smaller than one over the number of records."""
+
+
+def fit(
+    data: PrivateDataset,
+    method: Method,
+    *,
+    budget: Budget | None = None,
+    delta: float = 1e-5,
+    ledger: Ledger | None = None,
+    engine: Engine | None = None,
+    progress: Progress = silent,
+    secret: Secret | None = None,
+) -> Release:
+    """Measure the records with a method and return the Release.
+
+    With a ``budget`` the method's noise is calibrated to it; without one its own
+    ``noise_multiplier`` holds and is priced at ``delta``. The cost is reserved in the ``ledger``
+    (by default the one in the user's state folder that belongs to these records) before anything
+    is read. A run that was killed is taken up where it stopped. ``secret`` is for tests only: a
+    known secret makes the release not private, and its statement says so.
+    """
+    ledger = ledger or data.ledger()
+    engine = engine or Engine()
+    with contextlib.ExitStack() as stack:
+        public, before = data.public, ()
+        events: tuple[Event, ...] = ()
+        if public.counts is None:
+            if budget is None:
+                raise BadConfiguration(
+                    "Class sizes are private here, so they must be measured out of a budget: "
+                    "give one, or declare the class sizes public."
+                )
+            counting = Plan(Step(_counting_query(public, budget), times=1))
+            events = counting.events(public)
+            gate = stack.enter_context(
+                data.open(
+                    counting,
+                    by=method.name,
+                    recipe={"stage": "class sizes", **method.recipe()},
+                    ledger=ledger,
+                    budget=budget,
+                    secret=secret,
+                    engine=engine,
+                )
+            )
+            noisy = gate.noisy_counts(counting[0].query).value
+            public = public.measured(tuple(max(1, round(count)) for count in noisy.tolist()))
+            before = (gate.grant,)
+        if budget is not None:
+            method = method.calibrated(public, budget, earlier=events)
+        else:
+            budget = Budget(max(method.epsilon(public, delta), 1e-12), delta)
+        _warn_about_delta(public, budget.delta)
+        gate = stack.enter_context(
+            data.open(
+                method.plan(public),
+                by=method.name,
+                recipe=method.recipe(),
+                ledger=ledger,
+                budget=budget,
+                public=public,
+                before=before,
+                secret=secret,
+                engine=engine,
+                progress=progress,
+            )
+        )
+        return method.measure(gate)
+
+
+def _counting_query(public: Public, budget: Budget) -> Query:
+    def alone(noise_multiplier: float) -> Query:
+        return Query(
+            name="class sizes", bound=1.0, noise_multiplier=noise_multiplier, per_class=True
+        )
+
+    if math.isinf(budget.epsilon):
+        return alone(0.0)
+    whole = calibrate(
+        lambda value: Plan(Step(alone(value), times=1)).events(public),
+        budget,
+        adjacency=public.adjacency,
+        labels_fixed=public.labels == "public",
+    )
+    return alone(whole / math.sqrt(COUNTING_SHARE))
+
+
+def _warn_about_delta(public: Public, delta: float) -> None:
+    if delta >= 1 / public.size:
+        warnings.warn(
+            f"delta={delta:g} is not below 1/N = {1 / public.size:.2g} for these {public.size} "
+            "records: a mechanism that publishes one record outright could meet it. Choose a "
+            "smaller delta.",
+            DeltaTooLarge,
+            stacklevel=3,
+        )
+
+
+def synthesise(
+    release: Release,
+    method: Method | None = None,
+    *,
+    engine: Engine | None = None,
+    progress: Progress = silent,
+) -> SyntheticSet:
+    """Make a synthetic set from a Release. Free: nothing private is read.
+
+    ``method`` defaults to the release's own recipe; give another configuration of the same method
+    to try other set sizes, longer optimisation or another seed on the same signals.
+    """
+    recipe = release.recipe
+    if method is None:
+        method = method_named(recipe["method"]).configured(recipe["configuration"])
+    elif method.name != recipe["method"]:
+        raise BadConfiguration(
+            f"This release was measured by '{recipe['method']}'; '{method.name}' cannot read its "
+            "signals."
+        )
+    return method.synthesise(release, engine=engine or Engine(), progress=progress)
+
+
+def evaluate(
+    synthetic: SyntheticSet,
+    heldout: HeldOut,
+    *,
+    protocol: Protocol | str = "dm",
+    network: str | None = None,
+    seeds: Sequence[int] = (0, 1, 2),
+    engine: Engine | None = None,
+    progress: Progress = silent,
+) -> Scores:
+    """Train on the synthetic set, test on real held-out records. Last epoch, never the best."""
+    engine = engine or Engine()
+    chosen = protocol_named(protocol) if isinstance(protocol, str) else protocol
+    if network is not None:
+        chosen = dataclasses.replace(chosen, network=network)
+    if tuple(heldout.classes) != synthetic.public.classes:
+        raise BadConfiguration(
+            f"The test set has classes {heldout.classes}; the synthetic set "
+            f"{synthetic.public.classes}."
+        )
+    if heldout.images.shape[1:] != torch.Size(synthetic.public.shape):
+        raise BadConfiguration(
+            f"Test records have shape {tuple(heldout.images.shape[1:])}; synthetic ones "
+            f"{synthetic.public.shape}. Read the test set with the same preparation."
+        )
+    return train_and_test(
+        synthetic.images,
+        synthetic.labels,
+        heldout.images,
+        heldout.labels,
+        classes=len(synthetic.public.classes),
+        protocol=chosen,
+        seeds=tuple(seeds),
+        device=engine.torch_device,
+        progress=progress,
+    )
+
+
+__all__ = ["DeltaTooLarge", "Grant", "evaluate", "fit", "synthesise"]
