@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from understudy.data.heldout import HeldOut
 from understudy.data.synthetic import SyntheticSet
 from understudy.engine import Engine, Progress, silent
 from understudy.errors import BadConfiguration
-from understudy.evaluation.classify import Protocol, Scores, protocol_named, train_and_test
+from understudy.evaluation.classify import Protocol, Scores, train_and_test
 from understudy.methods import Method, method_named
 from understudy.privacy.accounting import Budget, calibrate
 from understudy.privacy.events import Event, Plan, Query, Step
@@ -166,10 +165,6 @@ def evaluate(
     progress: Progress = silent,
 ) -> Scores:
     """Train on the synthetic set, test on real held-out records. Last epoch, never the best."""
-    engine = engine or Engine()
-    chosen = protocol_named(protocol) if isinstance(protocol, str) else protocol
-    if network is not None:
-        chosen = dataclasses.replace(chosen, network=network)
     if tuple(heldout.classes) != synthetic.public.classes:
         raise BadConfiguration(
             f"The test set has classes {heldout.classes}; the synthetic set "
@@ -186,9 +181,10 @@ def evaluate(
         heldout.images,
         heldout.labels,
         classes=len(synthetic.public.classes),
-        protocol=chosen,
+        protocol=protocol,
+        network=network,
         seeds=tuple(seeds),
-        device=engine.torch_device,
+        device=(engine or Engine()).torch_device,
         progress=progress,
     )
 

@@ -1,0 +1,310 @@
+"""Checks of the privacy core, as plain functions.
+
+The tests run them on the real code; ``test_mutants.py`` runs the same functions on broken code
+and demands that they fail. Each statistical check states its error rates.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fixtures import gate_for, little, private
+from understudy.errors import NotPlanned
+from understudy.privacy import Ledger, Plan, Query, Secret, Step
+from understudy.privacy.accounting import epsilon
+from understudy.privacy.gate import Shards
+
+
+def flat(image: Tensor, label: Tensor) -> Tensor:
+    """Contribute the record itself."""
+    return image.reshape(-1)
+
+
+def whole(noise: float, bound: float = 1.0, **kwargs: object) -> Query:
+    """Ask every record."""
+    return Query(name="whole", bound=bound, noise_multiplier=noise, **kwargs)  # type: ignore[arg-type]
+
+
+def fresh_ledger() -> Ledger:
+    """A ledger nobody else uses."""
+    return Ledger(Path(tempfile.mkdtemp(dir=os.environ["UNDERSTUDY_STATE_ROOT"])) / "l.jsonl")
+
+
+def noise_has_its_scale() -> None:
+    """20,000 noise values have the planned standard deviation, from both sides.
+
+    The sample deviation of n = 20,000 Gaussians has relative error 1 / sqrt(2 n) = 0.5 %. The
+    band of 3 % is 6 of these: a false alarm has probability 2e-9, and a scale wrong by 10 % is
+    missed with probability below 1e-40. The Kolmogorov-Smirnov distance is compared with 2.2 /
+    sqrt(n), passed by chance with probability 1e-4 on the other side: 2 exp(-2 * 2.2^2) = 1.3e-4.
+    """
+    data = little(4)
+    query = whole(2.5, bound=2.0)
+    with gate_for(data, Plan(Step(query, 1)), ledger=fresh_ledger()) as gate:
+        answer = gate.noisy_sum(query, lambda image, label: torch.zeros(20_000))
+    values = answer.value.double().numpy()
+    assert answer.stddev == 5.0
+    ratio = values.std() / answer.stddev
+    assert 0.97 < ratio < 1.03, f"noise deviates from its scale: {ratio:.3f}"
+    ordered = np.sort(values) / 5.0
+    normal = np.array([0.5 * (1 + math.erf(v / math.sqrt(2))) for v in ordered])
+    distance = np.abs(normal - (np.arange(len(ordered)) + 0.5) / len(ordered)).max()
+    assert distance < 2.2 / math.sqrt(len(ordered)), f"noise is not Gaussian: {distance:.4f}"
+
+
+def every_contribution_is_bounded() -> None:
+    """Adding one record, however hostile, moves the exact sum by at most the bound."""
+    base = np.random.default_rng(0).uniform(-1, 1, (6, 1, 4, 4)).astype(np.float32)
+    hostile = [1e30, -1e30, np.nan, np.inf, -np.inf, 3.0e38, 1e-30, 0.0]
+    query = whole(0.0, bound=1.5)
+    blank = np.zeros((1, 1, 4, 4), dtype=np.float32)
+
+    def total(extra: float | None) -> np.ndarray:
+        rows = base if extra is None else np.concatenate([base, blank])
+        data = private(rows, np.zeros(len(rows), int), classes=2, counts=(7, 1))
+        mark = torch.tensor(0.0 if extra is None else extra)
+
+        def contribution(image: Tensor, label: Tensor) -> Tensor:
+            ours = (image == 0).all()
+            return torch.where(ours, mark, image * 10).reshape(-1)
+
+        with gate_for(data, Plan(Step(query, 1)), ledger=fresh_ledger()) as gate:
+            return gate.noisy_sum(query, contribution).value.double().numpy()
+
+    without = total(None)
+    assert np.isfinite(without).all()
+    for value in hostile:
+        moved = np.linalg.norm(total(value) - without)
+        assert moved <= query.bound * (1 + 1e-5), f"a record of {value} moved the sum by {moved}"
+
+
+def removing_any_record_moves_one_bound() -> None:
+    """Brute force over all neighbours, global and per class, on the exact sums."""
+    random = np.random.default_rng(1)
+    images = random.uniform(-1, 1, (12, 1, 4, 4)).astype(np.float32)
+    labels = np.arange(12) % 3
+    for per_class in (False, True):
+        query = whole(0.0, bound=0.7, per_class=per_class)
+
+        def total(keep: np.ndarray, query: Query = query) -> np.ndarray:
+            data = private(images[keep], labels[keep], classes=3, counts=(4, 4, 4))
+            with gate_for(data, Plan(Step(query, 1)), ledger=fresh_ledger()) as gate:
+                return gate.noisy_sum(query, lambda x, y: 3 * x.reshape(-1)).value.double().numpy()
+
+        full = total(np.arange(12))
+        for left_out in range(12):
+            moved = np.linalg.norm(full - total(np.delete(np.arange(12), left_out)))
+            assert moved <= 0.7 * (1 + 1e-5)
+
+
+def noise_is_secret() -> None:
+    """No seed a user can set repeats the noise, and no two answers share it."""
+    data = little(4)
+    query = whole(1.0)
+
+    def draw() -> list[Tensor]:
+        torch.manual_seed(0)
+        np.random.seed(0)
+        with gate_for(data, Plan(Step(query, 3)), ledger=fresh_ledger()) as gate:
+            return [
+                gate.noisy_sum(query, lambda x, y: torch.zeros(64)).value.clone() for _ in range(3)
+            ]
+
+    answers = [*draw(), *draw()]
+    for i, first in enumerate(answers):
+        for second in answers[i + 1 :]:
+            assert not torch.equal(first, second), "two answers share their noise"
+            assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.75
+
+
+def inclusion_is_independent() -> None:
+    """Poisson inclusion: every record's coin is its own, at the planned rate, per class.
+
+    600 records in two classes of 200 and 400, expected batch 40 each, 150 draws. Batch sizes are
+    sums of independent coins, so their variance is sum of q (1 - q); a fixed batch size has none.
+    The bands are 6 standard errors wide: false alarms below 1e-8 each.
+    """
+    images = np.ones((600, 1, 1, 1), dtype=np.float32)
+    labels = (np.arange(600) >= 200).astype(int)
+    data = private(images, labels)
+    query = Query(name="batch", bound=1.0, noise_multiplier=0.0, expected_batch=40, per_class=True)
+    with gate_for(data, Plan(Step(query, 150)), ledger=fresh_ledger()) as gate:
+        sizes = torch.stack(
+            [gate.noisy_sum(query, lambda x, y: torch.ones(())).value for _ in range(150)]
+        ).double()
+    for label, q in ((0, 0.2), (1, 0.1)):
+        variance = 40 * (1 - q)
+        error = math.sqrt(variance / 150)
+        assert abs(sizes[:, label].mean() - 40) < 6 * error, "records are not included at the rate"
+        ratio = sizes[:, label].var() / variance
+        assert 0.35 < ratio < 1.7, f"batch sizes do not vary as independent coins do: {ratio:.2f}"
+
+
+def the_plan_is_enforced() -> None:
+    """Neither one query too many nor another query than planned is answered."""
+    data = little(8)
+    query = whole(1.0)
+    with gate_for(data, Plan(Step(query, 2)), ledger=fresh_ledger()) as gate:
+        for _ in range(2):
+            gate.noisy_sum(query, flat)
+        with pytest.raises(NotPlanned):
+            gate.noisy_sum(query, flat)
+    for other in (whole(0.5), whole(1.0, bound=2.0), whole(1.0, per_class=True)):
+        with gate_for(data, Plan(Step(query, 2)), ledger=fresh_ledger()) as gate:
+            with pytest.raises(NotPlanned):
+                gate.noisy_sum(other, flat)
+
+
+class Tripwire(np.ndarray):
+    """Records that note whether the ledger had the reservation when they were read."""
+
+    ledger: Path
+    reads: list[bool]
+
+    def __getitem__(self, key: object) -> object:
+        if hasattr(self, "ledger"):
+            written = self.ledger.exists() and b'"reserved"' in self.ledger.read_bytes()
+            self.reads.append(written)
+        return np.asarray(super().__getitem__(key))  # type: ignore[index]
+
+
+def charge_comes_before_reading() -> None:
+    """The reservation is on disk before the first record is touched."""
+    data = little(8)
+    ledger = fresh_ledger()
+    wired = data._records._images.view(Tripwire)
+    wired.ledger, wired.reads = ledger.path, []
+    data._records._images = wired
+    query = whole(1.0)
+    with gate_for(data, Plan(Step(query, 1)), ledger=ledger) as gate:
+        assert wired.reads == [], "opening the gate read records"
+        gate.noisy_sum(query, flat)
+    assert wired.reads and all(wired.reads), "records were read before the charge was on disk"
+
+
+def an_answer_is_drawn_once() -> None:
+    """A run that dies and is taken up again repeats the answers it gave, noise and all."""
+    data = little(8)
+    ledger = fresh_ledger()
+    query = whole(3.0)
+    first: list[Tensor] = []
+
+    class Died(Exception):
+        pass
+
+    with pytest.raises(Died):
+        with gate_for(data, Plan(Step(query, 3)), ledger=ledger) as gate:
+            first += [gate.noisy_sum(query, flat).value for _ in range(2)]
+            raise Died
+    with gate_for(data, Plan(Step(query, 3)), ledger=ledger) as gate:
+        again = [gate.noisy_sum(query, flat).value for _ in range(3)]
+    assert len(ledger.grants()) == 1, "the killed run was paid for twice"
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1]), (
+        "an answer was drawn a second time: averaging the two would remove noise for free"
+    )
+
+
+def one_record_touches_one_shard() -> None:
+    """Perturb, remove or relabel one record: every other shard's state is the same bit for bit."""
+    random = np.random.default_rng(2)
+    images = random.uniform(-1, 1, (60, 1, 2, 2)).astype(np.float32)
+    labels = np.arange(60) % 3
+
+    def states(images: np.ndarray, labels: np.ndarray) -> list[Tensor]:
+        data = private(images, labels, classes=3, counts=(20, 20, 20))
+        query = Query(name="votes", bound=1.0, noise_multiplier=1.0, unit="shard")
+        with gate_for(
+            data, Plan(Step(query, 1)), secret=Secret.for_testing(7), ledger=fresh_ledger()
+        ) as gate:
+            gate.grant.__dict__["id"] = "fixed"
+            shards: Shards[Tensor] = gate.shards(8, lambda i: torch.zeros(5))
+            for _ in range(2):
+                shards.train(
+                    lambda state, x, y: torch.cat(
+                        [state[:4] * 0.9 + x.sum(0).reshape(-1), state[4:] + y.sum()]
+                    )
+                )
+            return list(shards._states)
+
+    before = states(images, labels)
+    for name, at_most, (other_images, other_labels) in (
+        ("removed", 1, (np.delete(images, 17, 0), np.delete(labels, 17))),
+        ("relabelled", 1, (images, np.where(np.arange(60) == 17, 0, labels))),
+        ("changed", 2, (np.where(np.arange(60)[:, None, None, None] == 17, 0.5, images), labels)),
+    ):
+        after = states(other_images.astype(np.float32), other_labels)
+        touched = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert 1 <= touched <= at_most, f"one {name} record touched {touched} shards"
+
+
+def a_shard_costs_double() -> None:
+    """Adding a record exchanges its shard's vote, which moves the sum by twice the bound."""
+    plan = Plan(Step(Query(name="v", bound=1.0, noise_multiplier=8.0, unit="shard"), 10))
+    record = Plan(Step(Query(name="v", bound=1.0, noise_multiplier=4.0), 10))
+    public = little(8).public
+    assert epsilon(plan.events(public), 1e-5) == pytest.approx(
+        epsilon(record.events(public), 1e-5)
+    )
+
+
+def the_smallest_class_sets_the_price() -> None:
+    """With classes of different sizes the one sampled most often is priced."""
+    images = np.zeros((1000, 1, 2, 2), dtype=np.float32)
+    labels = (np.arange(1000) >= 100).astype(int)
+    public = private(images, labels).public
+    query = Query(name="g", bound=1.0, noise_multiplier=1.0, expected_batch=10, per_class=True)
+    (event,) = Plan(Step(query, 50)).events(public)
+    assert event.sampling_rate == pytest.approx(10 / 100)
+
+
+def the_sum_is_exact() -> None:
+    """The sum before noise is the same bit for bit in any order and any chunk size.
+
+    Float sums are not associative, which by itself breaks sensitivity proofs (Casacuberta et al.
+    2022); on the grid they are exact integers.
+    """
+    random = np.random.default_rng(3)
+    images = (random.normal(size=(500, 1, 4, 4)) * 10.0 ** random.integers(-6, 1, (500, 1, 1, 1)))
+    images = np.clip(images, -1, 1).astype(np.float32)
+    query = whole(1.0)
+
+    def total(order: np.ndarray, chunk: int) -> Tensor:
+        data = private(images[order], np.zeros(500, int), classes=2, counts=(500, 1))
+        with gate_for(
+            data,
+            Plan(Step(query, 1)),
+            secret=Secret.for_testing(1),
+            chunk=chunk,
+            ledger=fresh_ledger(),
+        ) as gate:
+            gate.grant.__dict__["id"] = "fixed"
+            sums, _, _ = gate._clipped_sum(query, flat, np.arange(500))
+            return torch.from_numpy(sums)
+
+    reference = total(np.arange(500), 500)
+    for chunk in (1, 7, 64):
+        assert torch.equal(reference, total(random.permutation(500), chunk))
+
+
+ALL = (
+    noise_has_its_scale,
+    every_contribution_is_bounded,
+    removing_any_record_moves_one_bound,
+    noise_is_secret,
+    inclusion_is_independent,
+    the_plan_is_enforced,
+    charge_comes_before_reading,
+    an_answer_is_drawn_once,
+    one_record_touches_one_shard,
+    a_shard_costs_double,
+    the_smallest_class_sets_the_price,
+    the_sum_is_exact,
+)

@@ -1,0 +1,201 @@
+"""Break the privacy core on purpose: the checks must notice.
+
+Each mutant is a plausible mistake (several were made in published code). A check that passes on
+the real code and fails on its mutant is worth something; one that passes on both is decoration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.privacy import checks
+from understudy.privacy import events, gate, ledger, noise
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def noise_halved(patch: pytest.MonkeyPatch) -> None:
+    real = gate.grid_noise
+    patch.setattr(gate, "grid_noise", lambda s, n, stddev, step: real(s, n, stddev / 2, step))
+
+
+def noise_too_large(patch: pytest.MonkeyPatch) -> None:
+    real = gate.grid_noise
+    patch.setattr(gate, "grid_noise", lambda s, n, stddev, step: real(s, n, stddev * 1.1, step))
+
+
+def noise_a_tenth_short(patch: pytest.MonkeyPatch) -> None:
+    real = gate.grid_noise
+    patch.setattr(gate, "grid_noise", lambda s, n, stddev, step: real(s, n, stddev * 0.9, step))
+
+
+def noise_without_the_bound(patch: pytest.MonkeyPatch) -> None:
+    """DPDC's code: sigma without the factor G."""
+    patch.setattr(events.Query, "stddev", property(lambda self: self.noise_multiplier))
+
+
+def clip_left_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        gate, "clip", lambda rows, bound, step: torch.trunc(torch.nan_to_num(rows.double()) / step)
+    )
+
+
+def hostile_rows_kept(patch: pytest.MonkeyPatch) -> None:
+    def clip(rows: torch.Tensor, bound: float, step: float) -> torch.Tensor:
+        rows = rows.double()
+        return torch.trunc(rows * (bound / rows.norm(dim=1, keepdim=True)).clamp(max=1) / step)
+
+    patch.setattr(gate, "clip", clip)
+
+
+def noise_from_a_public_seed(patch: pytest.MonkeyPatch) -> None:
+    """DPDC's and Dosser's code: noise from the generator the augmentation reseeds."""
+
+    def draw(stream: object, count: int, stddev: float, step: float) -> np.ndarray:
+        torch.manual_seed(1234)
+        return torch.randn(count, dtype=torch.float64).numpy() * stddev
+
+    patch.setattr(gate, "grid_noise", draw)
+
+
+def noise_shared_by_queries(patch: pytest.MonkeyPatch) -> None:
+    real = noise.Secret.stream
+    patch.setattr(noise.Secret, "stream", lambda self, *place: real(self, place[-1]))
+
+
+def noise_redrawn_on_reuse(patch: pytest.MonkeyPatch) -> None:
+    """Dosser's code: the stored sum is noised again at every use."""
+    patch.setattr(ledger.Journal, "read", lambda self, turn: None)
+
+
+def one_query_too_many(patch: pytest.MonkeyPatch) -> None:
+    """PSG's code: one run more than was paid for."""
+    real = gate.Gate._take
+
+    def take(self: gate.Gate, query: events.Query) -> int:
+        if self._left.get(query) == 0:
+            self._left[query] = 1
+        return real(self, query)
+
+    patch.setattr(gate.Gate, "_take", take)
+
+
+def another_query_than_planned(patch: pytest.MonkeyPatch) -> None:
+    real = gate.Gate._take
+
+    def take(self: gate.Gate, query: events.Query) -> int:
+        self._left.setdefault(query, 1)
+        return real(self, query)
+
+    patch.setattr(gate.Gate, "_take", take)
+
+
+def fixed_batches(patch: pytest.MonkeyPatch) -> None:
+    """Shuffled batches priced as Poisson samples (DP-KIP and many others)."""
+
+    def include(self: gate.Gate, query: events.Query, turn: int) -> np.ndarray:
+        labels = self._records._labels
+        if query.expected_batch is None:
+            return np.arange(len(labels))
+        chosen = [
+            np.random.default_rng().permutation(np.flatnonzero(labels == c))[
+                : int(query.expected_batch)
+            ]
+            for c in range(len(self.public.classes))
+        ]
+        return np.sort(np.concatenate(chosen))
+
+    patch.setattr(gate.Gate, "_include", include)
+
+
+def read_before_charge(patch: pytest.MonkeyPatch) -> None:
+    """A ledger that is kept in memory and written when the run has ended."""
+
+    def append(self: ledger.Ledger, entries: Any, body: dict[str, Any]) -> dict[str, Any]:
+        return {**body, "seq": len(entries), "hash": "x" * 64, "time": "", "previous": ""}
+
+    patch.setattr(ledger.Ledger, "_append", append)
+
+
+def equal_split_of_shards(patch: pytest.MonkeyPatch) -> None:
+    """DataLens' code: records dealt by rank, so one record moves everybody else."""
+
+    def shards(self: gate.Gate, count: int, start: Callable[[int], Any]) -> gate.Shards[Any]:
+        members = np.array_split(np.arange(len(self._records._labels)), count)
+        return gate.Shards(self, list(members), [start(i) for i in range(count)])
+
+    patch.setattr(gate.Gate, "shards", shards)
+
+
+def round_robin_by_class(patch: pytest.MonkeyPatch) -> None:
+    def shards(self: gate.Gate, count: int, start: Callable[[int], Any]) -> gate.Shards[Any]:
+        order = np.argsort(self._records._labels, kind="stable")
+        members = [order[i::count] for i in range(count)]
+        return gate.Shards(self, members, [start(i) for i in range(count)])
+
+    patch.setattr(gate.Gate, "shards", shards)
+
+
+def shards_priced_as_records(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(events.Event, "sensitivity", property(lambda self: 1.0))
+
+
+def the_largest_class_sets_the_price(patch: pytest.MonkeyPatch) -> None:
+    real = events.Query.rates
+    patch.setattr(events.Query, "rates", lambda self, public: (min(real(self, public)),) * 2)
+
+
+def floats_summed_without_a_grid(patch: pytest.MonkeyPatch) -> None:
+    def clip(rows: torch.Tensor, bound: float, step: float) -> torch.Tensor:
+        rows = rows.double()
+        return rows * (bound / rows.norm(dim=1, keepdim=True)).clamp(max=1) / step
+
+    patch.setattr(gate, "clip", clip)
+
+
+MUTANTS: tuple[tuple[Break, Callable[[], None]], ...] = (
+    (noise_halved, checks.noise_has_its_scale),
+    (noise_too_large, checks.noise_has_its_scale),
+    (noise_a_tenth_short, checks.noise_has_its_scale),
+    (noise_without_the_bound, checks.noise_has_its_scale),
+    (clip_left_out, checks.every_contribution_is_bounded),
+    (clip_left_out, checks.removing_any_record_moves_one_bound),
+    (hostile_rows_kept, checks.every_contribution_is_bounded),
+    (noise_from_a_public_seed, checks.noise_is_secret),
+    (noise_shared_by_queries, checks.noise_is_secret),
+    (noise_redrawn_on_reuse, checks.an_answer_is_drawn_once),
+    (one_query_too_many, checks.the_plan_is_enforced),
+    (another_query_than_planned, checks.the_plan_is_enforced),
+    (fixed_batches, checks.inclusion_is_independent),
+    (read_before_charge, checks.charge_comes_before_reading),
+    (equal_split_of_shards, checks.one_record_touches_one_shard),
+    (round_robin_by_class, checks.one_record_touches_one_shard),
+    (shards_priced_as_records, checks.a_shard_costs_double),
+    (the_largest_class_sets_the_price, checks.the_smallest_class_sets_the_price),
+    (floats_summed_without_a_grid, checks.the_sum_is_exact),
+)
+
+
+@pytest.mark.parametrize("check", checks.ALL, ids=lambda check: check.__name__)
+def test_the_real_code_passes(check: Callable[[], None]) -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("mutant", "check"), MUTANTS, ids=[f"{m.__name__}-{c.__name__}" for m, c in MUTANTS]
+)
+def test_the_mutant_is_caught(
+    mutant: Break, check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check()
+
+
+def test_every_check_has_a_mutant() -> None:
+    assert {check for _, check in MUTANTS} == set(checks.ALL)
