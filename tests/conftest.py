@@ -9,8 +9,8 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from understudy.privacy import PrivateDataset
 from tests.fixtures import private, shared_data_folder
+from understudy.privacy import PrivateDataset
 
 torch.set_num_threads(1)
 

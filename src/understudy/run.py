@@ -1,7 +1,7 @@
 """The front door: fit, synthesise, evaluate. Data flows left to right and never back.
 
-    data --fit--> Release --synthesise--> SyntheticSet --evaluate--> Scores
-         private |        free for ever
+data --fit--> Release --synthesise--> SyntheticSet --evaluate--> Scores
+private |        free for ever
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def fit(
     ledger = ledger or data.ledger()
     engine = engine or Engine()
     with contextlib.ExitStack() as stack:
-        public, before = data.public, ()
+        public = data.public
+        before: tuple[Grant, ...] = ()
         events: tuple[Event, ...] = ()
         if public.counts is None:
             if budget is None:
@@ -189,4 +190,4 @@ def evaluate(
     )
 
 
-__all__ = ["DeltaTooLarge", "Grant", "evaluate", "fit", "synthesise"]
+__all__ = ["DeltaTooLarge", "evaluate", "fit", "synthesise"]

@@ -62,7 +62,7 @@ def test_unreadable_images(tmp_path: Path, kind: str) -> None:
 def test_mixed_sizes(grey: Pictures) -> None:
     folder = grey.to_folder()
     Image.new("L", (20, 30)).save(folder / "dog" / "06.png")
-    message = refused(folder, r"00\.png is 9 x 7 grey .* 06\.png is 30 x 20 grey")
+    message = refused(folder, r"00\.png is 9 x 7 grey .*06\.png is 30 x 20 grey")
     assert "--resize 32" in message
     assert "--grayscale" not in message
     assert read(folder, resize=8).public.shape == (1, 8, 8)
@@ -73,7 +73,9 @@ def test_mixed_modes(grey: Pictures) -> None:
     Image.new("RGB", (7, 9)).save(folder / "dog" / "06.png")
     message = refused(folder, "Grey and colour images are mixed: declare --grayscale")
     assert "--resize" not in message
-    refused(folder, "Grey and colour", resize=8)
+    Image.new("RGB", (5, 5)).save(folder / "dog" / "06.png")
+    assert "--resize" not in refused(folder, "Grey and colour", resize=8)
+    Image.new("RGB", (7, 9)).save(folder / "dog" / "06.png")
     assert read(folder, grayscale=True).public.shape == (1, 9, 7)
 
 
@@ -428,6 +430,7 @@ def test_datasets_that_misbehave(grey: Pictures) -> None:
     refused(Raises([1, 2]), r"item 0 of the Raises cannot be read: RuntimeError\('disk on fire'\)")
     refused(Items([1, 2]), "is a int; expected a pair")
     refused(Items([(X[0], [1, 2]), (X[1], 1)]), "has 2 labels; expected one")
+    refused(([[1], [2, 3]], [0, 1]), "A list does not form an array")
     refused(Items([]), "there are no records")
     refused(Items([(X[0], 0), (X[1] / 255, 1)]), "whose range is not known")
     mixed = Items([(X[0], 0), (X[1, :3], 1)])

@@ -27,8 +27,9 @@ import torch
 from PIL import Image
 
 from understudy.data import folder as module
-from understudy.data.folder import load, save, verify
+from understudy.data.folder import load, save
 from understudy.data.synthetic import SyntheticSet
+from understudy.data.verify import verify
 from understudy.errors import (
     BadConfiguration,
     LedgerError,
@@ -785,9 +786,11 @@ def test_an_interrupted_save_leaves_nothing(
         patch.setattr(os, "fsync", stopping(os.fsync))
         patch.setattr(os, "rename", stopping(os.rename))
         patch.setattr(Path, "mkdir", stopping(Path.mkdir))
-        save(Path(shutil.copytree(place, tmp_path / "aside")) if overwriting else tmp_path / "aside",
-             release, synthetic, overwrite=True)  # fmt: skip
-        shutil.rmtree(tmp_path / "aside")
+        rehearsal = tmp_path / "rehearsal"
+        if overwriting:
+            shutil.copytree(place, rehearsal)
+        save(rehearsal, release, synthetic, overwrite=True)
+        shutil.rmtree(rehearsal)
         total = steps  # the last flushes the parent folder, after the rename
         for stop in (1, 8, total - 2, total - 1):
             steps = 0

@@ -35,9 +35,7 @@ TINY = Protocol(
 )
 
 
-def blobs(
-    n: int, seed: int, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def blobs(n: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Three classes of 8x8 pictures that a glance tells apart."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(n) % 3
@@ -89,25 +87,18 @@ def test_senseless_protocols_are_refused(wrong: dict[str, float]) -> None:
 def test_training_is_torchs_sgd() -> None:
     images, labels = blobs(20, 0, torch.float64)
     protocol = replace(TINY, augmentation="")
-    ours = _train([small(3).double()], [3], images, labels, protocol, lambda *_: None)[
-        0
-    ]
+    ours = _train([small(3).double()], [3], images, labels, protocol, lambda *_: None)[0]
     net, stream = small(3).double(), torch.Generator().manual_seed(3)
     for epoch in range(4):
         if epoch in (0, 2):
             optimiser = torch.optim.SGD(
-                net.parameters(),
-                lr=0.05 if epoch == 0 else 0.005,
-                momentum=0.9,
-                weight_decay=5e-3,
+                net.parameters(), lr=0.05 if epoch == 0 else 0.005, momentum=0.9, weight_decay=5e-3
             )
         for batch in torch.randperm(20, generator=stream).split(7):
             optimiser.zero_grad()
             F.cross_entropy(net(images[batch]), labels[batch]).backward()
             optimiser.step()
-    torch.testing.assert_close(
-        ours, nn.utils.parameters_to_vector(net.parameters()).detach()
-    )
+    torch.testing.assert_close(ours, nn.utils.parameters_to_vector(net.parameters()).detach())
 
 
 @pytest.mark.parametrize("one_family", [True, False])
@@ -159,13 +150,7 @@ def test_training_is_repeatable_and_leaves_the_global_generator_alone() -> None:
     before, copy = torch.get_rng_state(), images.clone()
     one, same = (
         train_and_test(
-            images,
-            labels,
-            *blobs(9, 1),
-            classes=3,
-            protocol=TINY,
-            network="datalens",
-            seeds=(4, 5),
+            images, labels, *blobs(9, 1), classes=3, protocol=TINY, network="datalens", seeds=(4, 5)
         )
         for _ in range(2)
     )
@@ -206,9 +191,7 @@ def test_tables_are_trained_without_augmentation() -> None:
 
 def test_a_network_with_batch_norm_can_be_brought_along() -> None:
     def own(seed: int) -> nn.Module:
-        return nn.Sequential(
-            nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-        )
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
     scores = train_and_test(
         *blobs(21, 0), *blobs(9, 1), classes=3, protocol=TINY, network=own, seeds=(0, 1)
@@ -222,10 +205,7 @@ def test_scores_follow_from_the_confusion_matrices() -> None:
         protocol="p",
         network="n",
         seeds=(0, 1),
-        confusions=(
-            ((6, 2, 0), (1, 1, 0), (0, 0, 0)),
-            ((8, 0, 0), (2, 0, 0), (0, 0, 0)),
-        ),
+        confusions=(((6, 2, 0), (1, 1, 0), (0, 0, 0)), ((8, 0, 0), (2, 0, 0), (0, 0, 0))),
         settings={},
     )
     assert scores.accuracies == (0.7, 0.8)
@@ -243,9 +223,7 @@ def test_scores_follow_from_the_confusion_matrices() -> None:
 
 
 def test_one_seed_has_no_interval() -> None:
-    scores = train_and_test(
-        *blobs(9, 0), *blobs(9, 1), classes=3, protocol=TINY, network="mlp"
-    )
+    scores = train_and_test(*blobs(9, 0), *blobs(9, 1), classes=3, protocol=TINY, network="mlp")
     assert scores.interval is None
     assert scores.to_json()["interval_95"] is None
     assert "one seed" in str(scores)
@@ -262,12 +240,7 @@ def test_refusals_help() -> None:
         seeds: tuple[int, ...] = (0,),
     ) -> Scores:
         return train_and_test(
-            images,
-            labels,
-            *blobs(9, 1),
-            classes=classes,
-            protocol=protocol,
-            seeds=seeds,
+            images, labels, *blobs(9, 1), classes=classes, protocol=protocol, seeds=seeds
         )
 
     with pytest.raises(UnknownName, match="Did you mean 'quick'"):
@@ -306,10 +279,7 @@ def test_digits_are_learnt() -> None:
 def test_scikit_learn_learns_digits() -> None:
     heard: list[int] = []
     scores = sklearn_scores(
-        *digits(),
-        classes=10,
-        seeds=(0,),
-        progress=lambda done, total, text: heard.append(done),
+        *digits(), classes=10, seeds=(0,), progress=lambda done, total, text: heard.append(done)
     )
     assert heard == [1, 2, 3]
     assert all(score.accuracy > 0.75 for score in scores.values())
@@ -321,9 +291,7 @@ def test_scikit_learn_bears_a_single_class() -> None:
         build("mlp", (4,), 2, seed=0)[1].weight[:6, :4].detach(),
         torch.zeros(6).long(),
     )
-    scores = sklearn_scores(
-        images, labels, images, labels, classes=2, models=("logistic",)
-    )
+    scores = sklearn_scores(images, labels, images, labels, classes=2, models=("logistic",))
     assert scores["logistic"].accuracy == 1
     with pytest.raises(UnknownName, match="Did you mean 'forest'"):
         sklearn_scores(images, labels, images, labels, classes=2, models=("forst",))

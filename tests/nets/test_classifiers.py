@@ -9,12 +9,8 @@ from understudy.nets import NETWORKS, build
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize(
-    "shape", [(1, 8, 8), (3, 16, 12), (1, 28, 28), (3, 32, 32), (3, 64, 64)]
-)
-def test_every_network_takes_a_step_on_every_size(
-    name: str, shape: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 16, 12), (1, 28, 28), (3, 32, 32), (3, 64, 64)])
+def test_every_network_takes_a_step_on_every_size(name: str, shape: tuple[int, ...]) -> None:
     before = torch.get_rng_state()
     net = build(name, shape, 4, seed=1)
     x = torch.linspace(-1, 1, 2 * torch.Size(shape).numel()).sin().view(2, *shape)
@@ -30,9 +26,7 @@ def test_every_network_takes_a_step_on_every_size(
 @pytest.mark.parametrize("name", NETWORKS)
 def test_128_pixels_fit(name: str) -> None:
     with torch.no_grad():
-        assert build(name, (3, 128, 128), 2, seed=0)(
-            torch.zeros(1, 3, 128, 128)
-        ).shape == (1, 2)
+        assert build(name, (3, 128, 128), 2, seed=0)(torch.zeros(1, 3, 128, 128)).shape == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -46,9 +40,7 @@ def test_128_pixels_fit(name: str) -> None:
         ("convnet", (3, 32, 32), 320_010),
     ],
 )
-def test_sizes_are_the_well_known_ones(
-    name: str, shape: tuple[int, ...], count: int
-) -> None:
+def test_sizes_are_the_well_known_ones(name: str, shape: tuple[int, ...], count: int) -> None:
     assert sum(p.numel() for p in build(name, shape, 10, seed=0).parameters()) == count
 
 

@@ -9,9 +9,7 @@ from understudy.nets import ConvNet, draw_parameters, random_convnet, uniforms
 from understudy.nets.convnet import default_depth, halve
 
 
-@pytest.mark.parametrize(
-    ("shape", "count"), [((1, 28, 28), 317_706), ((3, 32, 32), 320_010)]
-)
+@pytest.mark.parametrize(("shape", "count"), [((1, 28, 28), 317_706), ((3, 32, 32), 320_010)])
 def test_is_the_papers_network(shape: tuple[int, int, int], count: int) -> None:
     net = random_convnet(0, shape, 10)
     assert sum(p.numel() for p in net.parameters()) == count
@@ -33,14 +31,7 @@ def test_the_layers_are_in_the_papers_order() -> None:
 
 @pytest.mark.parametrize(
     ("side", "depth", "features"),
-    [
-        (8, 2, 512),
-        (16, 2, 2048),
-        (28, 3, 2048),
-        (32, 3, 2048),
-        (64, 4, 2048),
-        (128, 5, 2048),
-    ],
+    [(8, 2, 512), (16, 2, 2048), (28, 3, 2048), (32, 3, 2048), (64, 4, 2048), (128, 5, 2048)],
 )
 def test_depth_follows_the_picture(side: int, depth: int, features: int) -> None:
     assert default_depth(side, side) == depth
@@ -72,9 +63,7 @@ def test_seed_is_the_network_and_nothing_global_moves() -> None:
     before = torch.get_rng_state()
     one, same, other = (random_convnet(seed, (1, 8, 8), 10) for seed in (7, 7, 8))
     assert torch.equal(before, torch.get_rng_state())
-    for a, b, c in zip(
-        one.parameters(), same.parameters(), other.parameters(), strict=True
-    ):
+    for a, b, c in zip(one.parameters(), same.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         assert a.requires_grad
         assert a.dim() == 1 or not torch.equal(a, c)
@@ -82,11 +71,7 @@ def test_seed_is_the_network_and_nothing_global_moves() -> None:
 
 def test_seeded_weights_never_change() -> None:
     """A release stores seeds: these numbers are part of the format."""
-    words = [
-        0xE220A8397B1DCDAF,
-        0x6E789E6AA1B965F4,
-        0x06C45D188009454F,
-    ]  # SplitMix64 of seed 0
+    words = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # SplitMix64 of seed 0
     from understudy.nets.draw import _GAMMA, _scramble
 
     assert [_scramble(i * _GAMMA % 2**64) for i in range(3)] == words
@@ -116,10 +101,7 @@ def test_uniforms_are_uniform_and_streams_uncorrelated() -> None:
 
 def test_weights_have_pytorchs_initial_distribution() -> None:
     net = random_convnet(0, (3, 32, 32), 10)
-    for part, bound in [
-        (net.convolutions[1], 1152**-0.5),
-        (net.classifier, 2048**-0.5),
-    ]:
+    for part, bound in [(net.convolutions[1], 1152**-0.5), (net.classifier, 2048**-0.5)]:
         assert 0.99 * bound < part.weight.abs().max() <= bound
         assert part.bias.abs().max() <= bound
     assert (net.norms[0].weight == 1).all()
@@ -142,9 +124,7 @@ def test_per_record_gradients_by_vmap() -> None:
     parameters = dict(net.named_parameters())
     x, y = torch.randn(4, 1, 8, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
 
-    def loss(
-        p: dict[str, torch.Tensor], image: torch.Tensor, label: torch.Tensor
-    ) -> torch.Tensor:
+    def loss(p: dict[str, torch.Tensor], image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(functional_call(net, p, (image,)), label)
 
     each = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, y)

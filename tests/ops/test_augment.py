@@ -13,9 +13,7 @@ ALL = Augmentation("color_crop_cutout_flip_scale_rotate")
 SIZE = (12, 10)
 
 
-def pictures(
-    n: int = 40, channels: int = 3, size: tuple[int, int] = SIZE
-) -> torch.Tensor:
+def pictures(n: int = 40, channels: int = 3, size: tuple[int, int] = SIZE) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(n, channels, *size, generator=generator, dtype=torch.float64)
 
@@ -46,9 +44,7 @@ def test_draws_depend_on_the_seed_alone() -> None:
     for a, b, c in zip(one, same, from_generator, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
-    assert not torch.equal(one.color, other.color) or not torch.equal(
-        one.hole, other.hole
-    )
+    assert not torch.equal(one.color, other.color) or not torch.equal(one.hole, other.hole)
 
 
 def test_a_generator_moves_on() -> None:
@@ -97,9 +93,7 @@ def test_parameter_ranges() -> None:
     scales = draw("scale").affine.diagonal(dim1=1, dim2=2)
     assert 1 / 1.2 - 1e-6 <= scales.min() < 0.84
     assert 1.19 < scales.max() <= 1.2 + 1e-6
-    angle = torch.atan2(
-        draw("rotate").affine[:, 1, 0], draw("rotate").affine[:, 0, 0]
-    ).rad2deg()
+    angle = torch.atan2(draw("rotate").affine[:, 1, 0], draw("rotate").affine[:, 0, 0]).rad2deg()
     assert 14.9 < angle.max() < 15.001
     assert -15.001 < angle.min() < -14.9
     flipped = draw("flip").affine[:, 0, 0] == -1
@@ -145,9 +139,7 @@ def test_cutout_clears_its_hole_only() -> None:
 def test_color_is_brightness_then_saturation_then_contrast(channels: int) -> None:
     x = pictures(channels=channels)
     params = Augmentation("color").draw(0, len(x), SIZE)
-    brightness, saturation, contrast = params.color.double()[
-        :, :, None, None, None
-    ].unbind(1)
+    brightness, saturation, contrast = params.color.double()[:, :, None, None, None].unbind(1)
     y = x + brightness
     mean = y.mean(1, keepdim=True)
     y = (y - mean) * saturation + mean
@@ -160,18 +152,14 @@ def test_color_is_brightness_then_saturation_then_contrast(channels: int) -> Non
 def test_resampling_follows_torchs_affine_grid(family: str) -> None:
     x = pictures(size=(12, 12))
     params = Augmentation(family).draw(0, len(x), (12, 12))
-    grid = torch.nn.functional.affine_grid(
-        params.affine.double(), x.shape, align_corners=True
-    )
+    grid = torch.nn.functional.affine_grid(params.affine.double(), x.shape, align_corners=True)
     expected = torch.nn.functional.grid_sample(x, grid, align_corners=True)
     torch.testing.assert_close(apply(x, params), expected)
 
 
 def test_rotation_of_an_oblong_picture_keeps_right_angles() -> None:
     affine = Augmentation("rotate").draw(0, 1, (9, 17)).affine[0, :, :2].double()
-    pixels = torch.diag(
-        torch.tensor([8.0, 4.0], dtype=torch.float64)
-    )  # half sides: x, y
+    pixels = torch.diag(torch.tensor([8.0, 4.0], dtype=torch.float64))  # half sides: x, y
     in_pixels = pixels @ affine @ pixels.inverse()
     torch.testing.assert_close(
         in_pixels @ in_pixels.T, torch.eye(2, dtype=torch.float64), atol=1e-6, rtol=0
@@ -197,9 +185,7 @@ def test_siamese_draw_is_shared(seed: int) -> None:
     shared = apply(x, params)
     torch.testing.assert_close(shared, apply(x, copies))
     torch.testing.assert_close(shared, vmap(apply, in_dims=(0, None))(x, params))
-    torch.testing.assert_close(
-        shared, vmap(lambda image: apply(image, row(params, 0)))(x)
-    )
+    torch.testing.assert_close(shared, vmap(lambda image: apply(image, row(params, 0)))(x))
 
 
 def test_no_picture_sees_another() -> None:
@@ -213,9 +199,7 @@ def test_no_picture_sees_another() -> None:
 def test_gradients_flow(family: str) -> None:
     x = pictures(3, size=(8, 8)).requires_grad_()
     params = Augmentation(family).draw(2, 3, (8, 8))
-    assert torch.autograd.gradcheck(
-        lambda images: apply(images, params), (x,), fast_mode=True
-    )
+    assert torch.autograd.gradcheck(lambda images: apply(images, params), (x,), fast_mode=True)
 
 
 def test_per_record_gradients_by_vmap() -> None:

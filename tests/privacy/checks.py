@@ -250,9 +250,7 @@ def a_shard_costs_double() -> None:
     plan = Plan(Step(Query(name="v", bound=1.0, noise_multiplier=8.0, unit="shard"), 10))
     record = Plan(Step(Query(name="v", bound=1.0, noise_multiplier=4.0), 10))
     public = little(8).public
-    assert epsilon(plan.events(public), 1e-5) == pytest.approx(
-        epsilon(record.events(public), 1e-5)
-    )
+    assert epsilon(plan.events(public), 1e-5) == pytest.approx(epsilon(record.events(public), 1e-5))
 
 
 def the_smallest_class_sets_the_price() -> None:
@@ -272,7 +270,7 @@ def the_sum_is_exact() -> None:
     2022); on the grid they are exact integers.
     """
     random = np.random.default_rng(3)
-    images = (random.normal(size=(500, 1, 4, 4)) * 10.0 ** random.integers(-6, 1, (500, 1, 1, 1)))
+    images = random.normal(size=(500, 1, 4, 4)) * 10.0 ** random.integers(-6, 1, (500, 1, 1, 1))
     images = np.clip(images, -1, 1).astype(np.float32)
     query = whole(1.0)
 

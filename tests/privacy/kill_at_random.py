@@ -94,7 +94,7 @@ def main(path: Path, kills: int) -> dict[str, object]:
             grant = grant_bytes.decode()
             if grant not in granted:
                 violations.append(f"round {number}: an answer under {grant}, not in the ledger")
-            elif not granted[grant]["events"][0]["times"] == ANSWERS:
+            elif granted[grant]["events"][0]["times"] != ANSWERS:
                 violations.append(f"round {number}: {grant} reserved the wrong number of answers")
             if seen.setdefault((grant, turn), mark) != mark:
                 violations.append(f"round {number}: turn {turn} of {grant} was drawn twice")

@@ -17,7 +17,11 @@ DELTA = 1e-5
 
 
 def event(
-    noise: float, times: int = 1, rate: float | None = None, per_class: bool = True, **kwargs: object
+    noise: float,
+    times: int = 1,
+    rate: float | None = None,
+    per_class: bool = True,
+    **kwargs: object,
 ) -> tuple[Event, ...]:
     return (
         Event(

@@ -20,6 +20,7 @@ from understudy.privacy.public import Adjacency
 
 PUBLIC = little(8).public
 PRINT = b"some data"
+ONE = Budget(1.0)
 
 
 def plan(noise: float, times: int = 10) -> tuple[Event, ...]:
@@ -27,7 +28,7 @@ def plan(noise: float, times: int = 10) -> tuple[Event, ...]:
     return Plan(Step(query, times)).events(PUBLIC)
 
 
-def spend(ledger: Ledger, noise: float, budget: Budget = Budget(1.0), **kwargs: object) -> None:
+def spend(ledger: Ledger, noise: float, budget: Budget = ONE, **kwargs: object) -> None:
     with ledger.reserve(
         plan(noise),
         by="test",
@@ -230,9 +231,7 @@ class LedgerMachine(RuleBasedStateMachine):
         )
 
 
-LedgerMachine.TestCase.settings = settings(
-    max_examples=15, stateful_step_count=12, deadline=None
-)
+LedgerMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
 TestLedgerMachine = LedgerMachine.TestCase
 
 

@@ -10,9 +10,13 @@ from importlib import metadata
 
 from understudy.errors import UnknownName
 from understudy.methods.base import Method
+from understudy.methods.dm import DM
+from understudy.methods.dosser import Dosser
 from understudy.methods.ldpdc import LDPDC
+from understudy.methods.ndpdc import NDPDC
+from understudy.methods.whole_set import WholeSet
 
-BUILT_IN: tuple[type[Method], ...] = (LDPDC,)
+BUILT_IN: tuple[type[Method], ...] = (LDPDC, DM, NDPDC, Dosser, WholeSet)
 
 
 def registered() -> dict[str, type[Method]]:
@@ -31,4 +35,14 @@ def method_named(name: str) -> type[Method]:
     return methods[name]
 
 
-__all__ = ["BUILT_IN", "LDPDC", "Method", "method_named", "registered"]
+__all__ = [
+    "BUILT_IN",
+    "DM",
+    "LDPDC",
+    "NDPDC",
+    "Dosser",
+    "Method",
+    "WholeSet",
+    "method_named",
+    "registered",
+]

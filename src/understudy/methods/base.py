@@ -27,6 +27,15 @@ from understudy.privacy.release import Release
 M = TypeVar("M", bound="Method")
 
 
+@dataclass(frozen=True)
+class Preset:
+    """Name a configuration worth starting from."""
+
+    configuration: Mapping[str, Any]
+    told: str
+    """Where it comes from, what it should reach and how long it takes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method(abc.ABC):
     """Turn private records into a Release, and a Release into a synthetic set.
@@ -41,6 +50,9 @@ class Method(abc.ABC):
     """The paper, algorithm and theorem."""
     assumptions: ClassVar[tuple[str, ...]] = ()
     departures: ClassVar[tuple[str, ...]] = ()
+    presets: ClassVar[Mapping[str, Preset]] = {}
+    miniature: ClassVar[Mapping[str, Any]] = {}
+    """Fields that make a run on a few tiny records take about a second: for tests and tours."""
 
     noise_multiplier: float
     """Standard deviation of the noise in units of the bound on one contribution."""

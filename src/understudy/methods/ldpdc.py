@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,6 +35,8 @@ class LDPDC(Method):
         "Every record is clipped to norm b sqrt(d) by the gate, where the paper assumes it.",
         "Epsilon is computed with privacy loss distributions; the paper's Renyi figure is higher.",
     )
+
+    miniature: ClassVar[Mapping[str, Any]] = {"images_per_class": 4, "group_size": 5.0}
 
     noise_multiplier: float = 1.0  # sigma / (b sqrt(d)); the paper's default (Section V-A)
     images_per_class: int = 50  # M

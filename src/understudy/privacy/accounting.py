@@ -12,10 +12,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +35,10 @@ ORDERS: tuple[float, ...] = (
     *(float(order) for order in range(11, 64)),
     *(float(order) for order in (72, 80, 96, 112, 128, 160, 192, 256, 384, 512, 768, 1024)),
 )
+
+
+MESH = 1e-4
+"""Width of the privacy loss mesh; dp_accounting's own default."""
 
 
 class Accountant(str, enum.Enum):
@@ -75,7 +81,9 @@ def epsilon(
 
     ``labels_fixed`` says that a replacement keeps the record's label (public labels).
     """
-    return _epsilon(tuple(events), delta, Adjacency(adjacency), Accountant(accountant), labels_fixed)
+    return _epsilon(
+        tuple(events), delta, Adjacency(adjacency), Accountant(accountant), labels_fixed
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -119,7 +127,11 @@ def _pld_epsilon(events: Sequence[Event], delta: float, adjacency: Adjacency) ->
         Adjacency.ADD_OR_REMOVE: NeighboringRelation.ADD_OR_REMOVE_ONE,
         Adjacency.REPLACE: NeighboringRelation.REPLACE_ONE,
     }[adjacency]
-    accountant = PLDAccountant(relation)
+    # The loss is discretised from above, so a coarser mesh stays a valid bound. Beyond epsilon 20
+    # the mesh grows with the Renyi answer, or a price nobody would pay takes minutes and gigabytes.
+    orders, rdp = _rdp(events, adjacency)
+    renyi = float(compute_epsilon(orders, rdp, delta)[0])
+    accountant = PLDAccountant(relation, MESH * max(1.0, renyi / 20))
     for event in events:
         accountant.compose(_gaussian(event))
     return float(accountant.get_epsilon(delta))
@@ -145,8 +157,24 @@ def _rdp(events: Sequence[Event], adjacency: Adjacency) -> tuple[np.ndarray, np.
 @functools.lru_cache(maxsize=4096)
 def _event_rdp(event: dp_event.DpEvent, orders: tuple[float, ...]) -> np.ndarray:
     accountant = RdpAccountant(orders)
-    accountant.compose(event)
+    with _without_remarks_on_orders():
+        accountant.compose(event)
     return np.asarray(accountant.rdp, dtype=float)
+
+
+@contextlib.contextmanager
+def _without_remarks_on_orders() -> Iterator[None]:
+    """Keep quiet about single orders that do not converge: they count as infinite."""
+    logger = logging.getLogger("absl")
+    logger.addFilter(_remark_on_orders)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_remark_on_orders)
+
+
+def _remark_on_orders(record: logging.LogRecord) -> bool:
+    return "Excluding this order" not in str(record.msg)
 
 
 def _group_of_two(events: tuple[Event, ...], delta: float, accountant: Accountant) -> float:

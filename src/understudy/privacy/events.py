@@ -104,6 +104,7 @@ class Plan(tuple[Step, ...]):
     """List every step a method will take. Query names are unique."""
 
     def __new__(cls, *steps: Step) -> Plan:
+        """Collect the steps."""
         names = [step.query.name for step in steps]
         if len(set(names)) != len(names):
             raise BadConfiguration(f"A plan names a query twice: {names}.")

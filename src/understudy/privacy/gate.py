@@ -59,15 +59,21 @@ def record_digests(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """
     rows = np.asarray(rows)
     header = f"{rows.dtype.str}{rows.shape[1:]}".encode()
-    return np.stack(
-        [
-            np.frombuffer(
-                hashlib.blake2b(header + np.ascontiguousarray(row).tobytes(), digest_size=16).digest(),
-                dtype=np.uint8,
-            )
-            for row in rows
-        ]
-    ) if len(rows) else np.zeros((0, 16), np.uint8)
+    return (
+        np.stack(
+            [
+                np.frombuffer(
+                    hashlib.blake2b(
+                        header + np.ascontiguousarray(row).tobytes(), digest_size=16
+                    ).digest(),
+                    dtype=np.uint8,
+                )
+                for row in rows
+            ]
+        )
+        if len(rows)
+        else np.zeros((0, 16), np.uint8)
+    )
 
 
 class Records:
@@ -96,16 +102,11 @@ class Records:
 
     def _fingerprint(self) -> bytes:
         """Digest the multiset of records: order and labels do not matter."""
-        total = np.zeros(8, dtype=object)
-        wide = [
-            hashlib.blake2b(bytes(row), digest_size=64, person=b"multiset").digest()
-            for row in self._digests
-        ]
-        words = np.frombuffer(b"".join(wide), dtype="<u8").reshape(-1, 8)
-        for column in range(8):
-            total[column] = int(words[:, column].astype(object).sum()) if len(words) else 0
-        number = sum(int(total[column]) << (64 * column) for column in range(8))
-        return hashlib.sha256((number % 2**512).to_bytes(64, "little")).digest()
+        total = 0
+        for row in self._digests:
+            wide = hashlib.blake2b(bytes(row), digest_size=64, person=b"multiset").digest()
+            total += int.from_bytes(wide, "little")
+        return hashlib.sha256((total % 2**512).to_bytes(64, "little")).digest()
 
     def __reduce__(self) -> str:
         raise TypeError("Private records are never pickled.")

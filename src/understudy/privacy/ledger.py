@@ -316,9 +316,9 @@ class Ledger:
             reserved = [entry for entry in entries if entry["kind"] == "reserved"]
             done = {entry["grant"] for entry in entries if entry["kind"] == "finished"}
             for entry in reserved if replayable else []:
-                if entry["identity"] == identity and entry["grant"] not in done:
-                    if self._take_run(stack, entry["grant"]):
-                        return entry, [e for e in reserved if e["seq"] < entry["seq"]]
+                open_still = entry["identity"] == identity and entry["grant"] not in done
+                if open_still and self._take_run(stack, entry["grant"]):
+                    return entry, [e for e in reserved if e["seq"] < entry["seq"]]
             self._refuse_overspending(entries, events, public, accountant, by)
             entry = {
                 "kind": "reserved",
@@ -408,8 +408,9 @@ class Ledger:
     def _same_terms(self, created: Mapping[str, Any], public: Public, fingerprint: str) -> None:
         if created["fingerprint"] != fingerprint:
             raise LedgerError(
-                f"Ledger {self.path} belongs to other records ('{created['dataset']}'). One "
-                "dataset, one ledger: choose another path."
+                f"Ledger {self.path} belongs to other records ('{created['dataset']}'), or was "
+                f"made with another key than {state_folder() / 'fingerprint.key'}. One dataset, "
+                "one ledger: choose another path."
             )
         asked = {
             "adjacency": public.adjacency.value,

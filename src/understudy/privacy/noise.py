@@ -73,7 +73,8 @@ class Stream:
 
     def uniform(self, count: int) -> Floats:
         """Return numbers in [0, 1), each a multiple of 2^-53."""
-        return (self.bits(count) >> np.uint64(11)) * 2.0**-53
+        uniform: Floats = (self.bits(count) >> np.uint64(11)) * 2.0**-53
+        return uniform
 
     def normal(self, count: int) -> Floats:
         """Return standard normal numbers (Box and Muller 1958)."""

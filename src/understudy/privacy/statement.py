@@ -85,7 +85,7 @@ class Statement:
             stages=tuple(len(stage.events) for stage in stages),
             earlier=earlier,
             total_epsilon=0.0,
-            assumptions=(*_assumptions(public), *assumptions),
+            assumptions=(*assumptions_about(public), *assumptions),
             departures=departures,
             secret_known=secret_known,
             dataset=public.name,
@@ -154,7 +154,7 @@ class Statement:
         text = (
             f"This release is ({self.epsilon:.4g}, {self.delta:g})-differentially private: whatever "
             f"anybody concludes from it, the probability of that conclusion changes by a factor of "
-            f"at most {math.exp(self.epsilon):.3g} (e to the epsilon), up to a failure chance of "
+            f"at most {_factor(self.epsilon)} (e to the epsilon), up to a failure chance of "
             f"{self.delta:g}, {neighbours}. It was made from {asked} noisy "
             f"{'answer' if asked == 1 else 'answers'} about the records; each "
             "record's part in an answer was bounded before secret Gaussian noise was added, and "
@@ -212,9 +212,7 @@ class Statement:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for statement.json."""
-        data = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-        }
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         data.update(
             format=FORMAT,
             epsilon=_plain(self.epsilon),
@@ -255,7 +253,7 @@ _ACCOUNTANTS = {
 }
 
 
-def _assumptions(public: Public) -> tuple[str, ...]:
+def assumptions_about(public: Public) -> tuple[str, ...]:
     """Say what the guarantee takes for granted about the data."""
     lines = [
         f"The unit of protection is {public.unit}. Somebody who appears in k records is protected "
@@ -291,6 +289,13 @@ def _event_row(event: Event) -> str:
         f"| {event.name}{per_class} | {event.times} | {inclusion} | {event.noise_multiplier:.6g} | "
         f"{event.bound:.6g} | {event.unit} |"
     )
+
+
+def _factor(epsilon: float) -> str:
+    """Write e to the epsilon, however large."""
+    if epsilon < 700:
+        return f"{math.exp(epsilon):.3g}"
+    return f"1e+{epsilon / math.log(10):.0f}"
 
 
 def _number(value: float) -> str:

@@ -1,0 +1,5 @@
+"""Run the command line with ``python -m understudy``."""
+
+from understudy.cli import main
+
+main()

@@ -1,0 +1,761 @@
+"""The command line: thin commands, each one call of the Python API."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from understudy.errors import BadConfiguration, UnderstudyError
+
+if TYPE_CHECKING:
+    from understudy import jobs
+else:
+
+    class _Later:
+        """Import the jobs, and torch with them, when a command runs: --help stays quick."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(importlib.import_module("understudy.jobs"), name)
+
+    jobs = _Later()
+
+DEFAULT_METHOD = "ldpdc"
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""
+Turn a sensitive labelled dataset into a small, shareable, differentially private stand-in.
+
+[bold]The whole job[/bold]
+
+    understudy synth my_images/ --epsilon 1 -o release/
+
+[bold]Look before spending[/bold]
+
+    understudy plan my_images/ --method ldpdc --epsilon 1
+
+[bold]Afterwards[/bold]
+
+    understudy evaluate release/ --test my_test_images/
+    understudy report release/
+    understudy verify release/
+
+Exit codes: 0 done, 1 unexpected failure, 2 wrong usage, 3 the data cannot be read, 4 the privacy
+core refused (budget, plan, ledger), 5 a release cannot be read, written or verified, 130 Ctrl-C.
+""",
+)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+out = Console(highlight=False, soft_wrap=True)
+
+# Options several commands share.
+
+Data = Annotated[
+    str,
+    typer.Argument(
+        metavar="DATA",
+        help="A dataset's name (see `understudy datasets`) or a path: a folder with one subfolder "
+        "of images a class, a CSV or Parquet table, .npz, .npy, IDX.",
+    ),
+]
+Folder = Annotated[Path, typer.Argument(metavar="RELEASE", help="A release folder.")]
+Method = Annotated[str, typer.Option("--method", "-m", help="See `understudy methods`.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="A field of the method's configuration; repeatable. `understudy methods NAME` "
+        "lists them.",
+    ),
+]
+Preset = Annotated[
+    str | None, typer.Option(help="A named configuration of the method to start from.")
+]
+Epsilon = Annotated[
+    float | None,
+    typer.Option("--epsilon", "-e", help="The budget. Noise is calibrated to it."),
+]
+Delta = Annotated[float, typer.Option(help="The failure chance of the guarantee.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
+Chunk = Annotated[
+    int | None, typer.Option(help="Records worked on at once: bounds memory, changes no answer.")
+]
+LedgerPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--ledger",
+        help="A ledger file of your own, instead of the one in your state folder that belongs to "
+        "these records.",
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace a release that is already there.")]
+
+# How data is declared.
+Label = Annotated[
+    str | None, typer.Option(help="The label's column or array.", rich_help_panel="Data")
+]
+Image = Annotated[
+    str | None,
+    typer.Option(help="The column of image paths, or the array.", rich_help_panel="Data"),
+]
+Resize = Annotated[
+    int | None, typer.Option(help="Resize images to this many pixels a side.",
+                             rich_help_panel="Data")
+]  # fmt: skip
+Grayscale = Annotated[
+    bool | None,
+    typer.Option("--grayscale/--colour", help="Convert images.", rich_help_panel="Data"),
+]
+Counts = Annotated[
+    str,
+    typer.Option(
+        "--class-sizes",
+        help="'public': the files' class sizes may be known. 'private': measure them with noise, "
+        "out of the budget. Or numbers: 500,400,...",
+        rich_help_panel="Data",
+    ),
+]
+AdjacencyOption = Annotated[
+    str,
+    typer.Option(
+        "--adjacency",
+        help="What neighbouring datasets differ in: 'add-or-remove' one record or 'replace' it.",
+        rich_help_panel="Data",
+    ),
+]
+Unit = Annotated[
+    str,
+    typer.Option(help="What one record stands for, in words.", rich_help_panel="Data"),
+]
+Labels = Annotated[
+    str,
+    typer.Option(
+        help="Whether each record's own label is 'private' or 'public'.", rich_help_panel="Data"
+    ),
+]
+Columns = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON with the declared range or categories of a table's columns.",
+        rich_help_panel="Data",
+    ),
+]
+ValueRange = Annotated[
+    str | None,
+    typer.Option(
+        help="LOW,HIGH: the declared range of floating-point pixels.", rich_help_panel="Data"
+    ),
+]
+Split = Annotated[
+    str | None, typer.Option(help="The split to read, where there are several.",
+                             rich_help_panel="Data")
+]  # fmt: skip
+Name = Annotated[str | None, typer.Option(help="What to call the dataset.", rich_help_panel="Data")]
+
+
+@app.command(rich_help_panel="Make")
+def synth(
+    data: Data,
+    output: Output,
+    method: Method = DEFAULT_METHOD,
+    preset: Preset = None,
+    epsilon: Epsilon = None,
+    delta: Delta = 1e-5,
+    set_: Set = None,
+    ledger: LedgerPath = None,
+    device: Device = "auto",
+    chunk: Chunk = None,
+    overwrite: Overwrite = False,
+    label: Label = None,
+    image: Image = None,
+    resize: Resize = None,
+    grayscale: Grayscale = None,
+    class_sizes: Counts = "public",
+    adjacency: AdjacencyOption = "add-or-remove",
+    unit: Unit = "one record",
+    labels: Labels = "private",
+    columns: Columns = None,
+    value_range: ValueRange = None,
+    split: Split = None,
+    name: Name = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Do the whole job: read, spend the budget, synthesise, write a release.
+
+    Examples:
+        understudy synth scans/ --epsilon 1 -o release/
+
+        understudy synth scans/ --method ldpdc --epsilon 1 --resize 32 --unit "one patient's scan" -o release/
+
+        understudy synth people.csv --label income --columns columns.json --epsilon 1 -o release/
+
+    Give --epsilon and the noise is found; or fix --set noise_multiplier=... and it is priced. A run
+    that was interrupted is taken up where it stopped when the same command is given again.
+    """
+    with _progress(quiet) as progress:
+        folder, statement = jobs.synth(
+            _open(locals()),
+            _method(method, set_, preset),
+            output,
+            budget=_budget(epsilon, delta),
+            delta=delta,
+            ledger=_ledger(ledger),
+            engine=_engine(device, chunk),
+            overwrite=overwrite,
+            progress=progress,
+        )
+    if as_json:
+        return _print_json({"release": str(folder), "statement": statement.to_json()})
+    out.print(statement.paragraph())
+    out.print(f"\nWritten to {folder}")
+    out.print(f"Look at {folder / 'contact_sheet.png'}, or run: understudy verify {folder}")
+
+
+@app.command(rich_help_panel="Make")
+def fit(
+    data: Data,
+    output: Output,
+    method: Method = DEFAULT_METHOD,
+    preset: Preset = None,
+    epsilon: Epsilon = None,
+    delta: Delta = 1e-5,
+    set_: Set = None,
+    ledger: LedgerPath = None,
+    device: Device = "auto",
+    chunk: Chunk = None,
+    overwrite: Overwrite = False,
+    label: Label = None,
+    image: Image = None,
+    resize: Resize = None,
+    grayscale: Grayscale = None,
+    class_sizes: Counts = "public",
+    adjacency: AdjacencyOption = "add-or-remove",
+    unit: Unit = "one record",
+    labels: Labels = "private",
+    columns: Columns = None,
+    value_range: ValueRange = None,
+    split: Split = None,
+    name: Name = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Spend the budget and keep the noisy signals; make the set later, as often as you like.
+
+    Example:
+        understudy fit scans/ --method ldpdc --epsilon 1 -o signals/
+    """
+    with _progress(quiet) as progress:
+        chosen = _method(method, set_, preset)
+        release = jobs.fit(
+            _open(locals()),
+            chosen,
+            budget=_budget(epsilon, delta),
+            delta=delta,
+            ledger=_ledger(ledger),
+            engine=_engine(device, chunk),
+            progress=progress,
+        )
+        folder = jobs.save(output, release, overwrite=overwrite, source=chosen.source)
+    if as_json:
+        return _print_json({"release": str(folder), "statement": release.statement.to_json()})
+    out.print(release.statement.paragraph())
+    out.print(f"\nWritten to {folder}. Next, free: understudy synthesise {folder} -o release/")
+
+
+@app.command(rich_help_panel="Make")
+def synthesise(
+    release: Folder,
+    output: Output,
+    set_: Set = None,
+    device: Device = "auto",
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make a synthetic set from saved signals. Costs no privacy.
+
+    Example, another public seed:
+
+        understudy synthesise signals/ --set seed=1 -o release/
+    """
+    with _progress(quiet) as progress:
+        folder = jobs.resynthesise(
+            release,
+            output,
+            changes=_assignments(set_),
+            engine=_engine(device, None),
+            overwrite=overwrite,
+            progress=progress,
+        )
+    if as_json:
+        return _print_json({"release": str(folder)})
+    out.print(f"Written to {folder}")
+
+
+@app.command(rich_help_panel="Look")
+def plan(
+    data: Annotated[
+        str | None, typer.Argument(metavar="[DATA]", help="A dataset's name or path.")
+    ] = None,
+    method: Method = DEFAULT_METHOD,
+    preset: Preset = None,
+    epsilon: Epsilon = None,
+    delta: Delta = 1e-5,
+    set_: Set = None,
+    shape: Annotated[
+        str | None, typer.Option(help="A record's shape, instead of DATA: 1x28x28 or 14.")
+    ] = None,
+    label: Label = None,
+    image: Image = None,
+    resize: Resize = None,
+    grayscale: Grayscale = None,
+    class_sizes: Counts = "public",
+    adjacency: AdjacencyOption = "add-or-remove",
+    unit: Unit = "one record",
+    labels: Labels = "private",
+    columns: Columns = None,
+    value_range: ValueRange = None,
+    split: Split = None,
+    name: Name = None,
+    as_json: AsJson = False,
+) -> None:
+    """Price a method on a dataset's public facts. Nothing is spent.
+
+    With DATA the class names and sizes, declared public, are read off it; no record passes the
+    gate and no ledger is touched. Without DATA, give the facts:
+
+        understudy plan --shape 1x28x28 --class-sizes 5923,6742,5958,6131,5842,5421,5918,6265,5851,5949
+
+        understudy plan mnist --method ldpdc --epsilon 1
+    """
+    if data is None:
+        if shape is None:
+            raise BadConfiguration("Give DATA, or --shape and --class-sizes.")
+        public = jobs.facts(
+            shape=_shape(shape), counts=_numbers(class_sizes), adjacency=adjacency, labels=labels
+        )
+    else:
+        public = _open(locals()).public
+    priced = jobs.plan(
+        public, _method(method, set_, preset), budget=_budget(epsilon, delta), delta=delta
+    )
+    if as_json:
+        return _print_json(priced.to_json())
+    out.print(priced.describe())
+
+
+@app.command(rich_help_panel="Look")
+def evaluate(
+    release: Folder,
+    test: Annotated[
+        str | None,
+        typer.Option(help="Real test data: a name or a path. Default: the named dataset's own."),
+    ] = None,
+    protocol: Annotated[
+        str, typer.Option(help="dm (1000 epochs), psg, datalens, or quick.")
+    ] = "quick",
+    network: Annotated[
+        str | None,
+        typer.Option(help="convnet, mlp, lenet, alexnet, vgg11, resnet18, datalens; or 'sklearn'."),
+    ] = None,
+    flips: Annotated[
+        bool, typer.Option(help="Let training mirror pictures: not for digits or letters.")
+    ] = False,
+    seeds: Annotated[int, typer.Option(help="How many networks to train.")] = 3,
+    device: Device = "auto",
+    label: Label = None,
+    image: Image = None,
+    split: Split = None,
+    value_range: ValueRange = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train on the synthetic set, test on real held-out data; last epoch, mean of several nets.
+
+    Scores are kept beside the release, in RELEASE.scores.json, for the report. They come from real
+    test records, so they are not covered by the release's guarantee.
+
+    Examples:
+        understudy evaluate release/ --test scans_test/
+
+        understudy evaluate release/ --test fashion-mnist --protocol dm --flips --seeds 5
+    """
+    with _progress(quiet) as progress:
+        scores = jobs.score(
+            release,
+            test,
+            protocol=protocol,
+            network=network,
+            flips=flips,
+            seeds=tuple(range(seeds)),
+            engine=_engine(device, None),
+            progress=progress,
+            **_given(label=label, image=image, split=split, value_range=_range(value_range)),
+        )
+    if as_json:
+        return _print_json({name: score.to_json() for name, score in scores.items()})
+    for score in scores.values():
+        out.print(str(score))
+    out.print(f"Guessing gives {next(iter(scores.values())).chance:.1%}.")
+
+
+@app.command(rich_help_panel="Look")
+def report(
+    releases: Annotated[list[Path], typer.Argument(metavar="RELEASE...")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Default: RELEASE.report.html.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one self-contained HTML page (and Markdown, JSON) about one or several releases.
+
+    Example:
+        understudy report release/
+    """
+    page = jobs.report(releases, output)
+    if as_json:
+        return _print_json({"report": str(page)})
+    out.print(f"Open {page}")
+
+
+@app.command(rich_help_panel="Check")
+def verify(
+    release: Folder,
+    ledger: LedgerPath = None,
+    as_json: AsJson = False,
+) -> None:
+    """Recompute the guarantee from the recorded events and check every file's hash.
+
+    Example:
+        understudy verify release/
+    """
+    verification = jobs.verify(release, ledger=_ledger(ledger))
+    if as_json:
+        return _print_json(verification.to_json())
+    for name, detail in verification.checks:
+        out.print(f"[green]ok[/green]  {name}: {detail}")
+    for name, needs in verification.not_checked:
+        out.print(f"--  {name}: not checked, needs {needs}")
+    out.print("\nepsilon recomputed: " + ", ".join(
+        f"{value:.4g} ({accountant.value})" for accountant, value in verification.epsilons.items()
+    ))  # fmt: skip
+    out.print(verification.statement.paragraph())
+
+
+@app.command(rich_help_panel="Check")
+def ledger(
+    data: Annotated[
+        str | None, typer.Argument(metavar="[DATA]", help="A dataset's name or path.")
+    ] = None,
+    path: LedgerPath = None,
+    cap: Annotated[
+        float | None, typer.Option(help="Set the most epsilon that may ever be spent.")
+    ] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="The cap's delta; default: the one in force.")
+    ] = None,
+    label: Label = None,
+    columns: Columns = None,
+    value_range: ValueRange = None,
+    split: Split = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what was spent on a dataset, or change the cap.
+
+    The first run on a dataset sets the cap to its own budget, so a second one is refused until
+    somebody decides that more may be spent:
+
+        understudy ledger scans/
+
+        understudy ledger scans/ --cap 3
+    """
+    if (data is None) == (path is None):
+        raise BadConfiguration("Give DATA or --ledger, one of them.")
+    book = _ledger(path) or _open(locals()).ledger()
+    if cap is not None:
+        jobs.set_cap(book, cap, delta)
+    summary = jobs.summarise(book)
+    if as_json:
+        return _print_json(summary)
+    if not summary["runs"]:
+        out.print(f"Nothing was ever asked of these records ({book.path}).")
+        return
+    table = Table("time", "by", "asked", "finished", box=None, pad_edge=False)
+    for run in summary["runs"]:
+        table.add_row(
+            run["time"], run["by"], run["asked"], "yes" if run["finished"] else "no: resumes"
+        )
+    out.print(table)
+    out.print(
+        f"\nSpent: epsilon {summary['spent']} of {summary['cap']} at delta {summary['delta']:g}"
+        f"\nLedger: {book.path}"
+    )
+
+
+@app.command(rich_help_panel="Check")
+def account(
+    epsilon: Epsilon = None,
+    noise: Annotated[
+        float | None, typer.Option(help="noise_multiplier: noise / bound on one contribution.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="How many answers.")] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Poisson inclusion probability; none: every record, every time."),
+    ] = None,
+    delta: Delta = 1e-5,
+    adjacency: AdjacencyOption = "add-or-remove",
+    as_json: AsJson = False,
+) -> None:
+    """Turn noise and steps into epsilon, epsilon and steps into noise, epsilon and noise into steps.
+
+    Examples:
+        understudy account --noise 1 --steps 10000 --rate 0.00922
+
+        understudy account --epsilon 1 --steps 50
+
+        understudy account --epsilon 1 --noise 4 --rate 0.01
+    """
+    answer = jobs.account(
+        epsilon=epsilon, noise=noise, steps=steps, rate=rate, delta=delta, adjacency=adjacency
+    )
+    if as_json:
+        return _print_json(answer)
+    for key, value in answer.items():
+        out.print(f"{key:>26}  {value:g}" if isinstance(value, float) else f"{key:>26}  {value}")
+
+
+@app.command(rich_help_panel="Look")
+def methods(
+    name: Annotated[str | None, typer.Argument(help="Show one method's fields.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the methods, or one method's configuration."""
+    listing = jobs.list_methods(name)
+    if as_json:
+        return _print_json(listing)
+    if name is None:
+        table = Table("name", "what", "source", box=None, pad_edge=False)
+        for method in listing:
+            table.add_row(method["name"], method["title"], method["source"])
+        out.print(table)
+        return
+    (method,) = listing
+    out.print(f"[bold]{method['name']}[/bold]: {method['title']}\n{method['source']}\n")
+    out.print(method["description"] + "\n", markup=False)
+    for field, default in method["fields"].items():
+        out.print(f"  --set {field}={default}", markup=False)
+    for preset, told in method["presets"].items():
+        out.print(f"  --preset {preset}  {told}", markup=False)
+
+
+@app.command(rich_help_panel="Look")
+def datasets(as_json: AsJson = False) -> None:
+    """List the datasets known by name, where they are, and how to get the others."""
+    listing = jobs.list_datasets()
+    if as_json:
+        return _print_json(listing)
+    for item in listing:
+        here = f"[green]{item['place']}[/green]" if item["place"] else "not here"
+        out.print(f"[bold]{item['name']}[/bold]  {item['description']}  ({here})")
+        if not item["place"]:
+            out.print(f"    {item['get']}", markup=False)
+
+
+# Turning words into values
+
+
+def _open(given: dict[str, Any]) -> jobs.PrivateDataset:
+    """Open DATA as the shared options declare it."""
+    sizes = given.get("class_sizes", "public")
+    columns = given.get("columns")
+    options = _given(
+        label=given.get("label"),
+        image=given.get("image"),
+        resize=given.get("resize"),
+        grayscale=given.get("grayscale"),
+        counts=sizes if sizes in ("public", "private") else _numbers(sizes),
+        adjacency=given.get("adjacency"),
+        unit=given.get("unit"),
+        labels=given.get("labels"),
+        columns=None if columns is None else jobs.read_columns(columns),
+        value_range=_range(given.get("value_range")),
+        split=given.get("split"),
+        name=given.get("name"),
+        progress=given.get("progress"),
+    )
+    return jobs.open_data(given["data"], **options)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _method(name: str, assignments: list[str] | None, preset: str | None) -> jobs.Method:
+    return jobs.configure(name, _assignments(assignments), preset=preset)
+
+
+def _assignments(texts: list[str] | None) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for text in texts or []:
+        field, equals, value = text.partition("=")
+        if not equals:
+            raise BadConfiguration(f"--set takes FIELD=VALUE, not '{text}'.")
+        try:
+            values[field] = json.loads(value)
+        except json.JSONDecodeError:
+            values[field] = value
+    return values
+
+
+def _budget(epsilon: float | None, delta: float) -> jobs.Budget | None:
+    return None if epsilon is None else jobs.Budget(epsilon, delta)
+
+
+def _ledger(path: Path | None) -> jobs.Ledger | None:
+    return None if path is None else jobs.Ledger(path)
+
+
+def _engine(device: str, chunk: int | None) -> jobs.Engine:
+    return jobs.Engine(device=device, chunk=chunk)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise BadConfiguration(
+            f"--class-sizes takes 'public', 'private' or numbers like 500,400: not '{text}'."
+        ) from None
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.lower().split("x"))
+    except ValueError:
+        raise BadConfiguration(f"--shape looks like 1x28x28 or 14, not '{text}'.") from None
+
+
+def _range(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        raise BadConfiguration(f"--value-range looks like 0,1, not '{text}'.") from None
+    return low, high
+
+
+# Talking
+
+
+def _print_json(data: Any) -> None:
+    def plain(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        if isinstance(value, dict):
+            return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        return value
+
+    sys.stdout.write(json.dumps(plain(data), indent=2, default=str) + "\n")
+
+
+@contextlib.contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """Show a bar with the time left, on a terminal only, for what takes over two seconds."""
+    if quiet or not errors.is_terminal:
+        yield lambda done, total, text: None
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=errors,
+        transient=True,
+    )
+    started = time.monotonic()
+    task = bar.add_task("", total=1)
+    running = False
+
+    def tick(done: int, total: int, text: str) -> None:
+        nonlocal running, task, started
+        if not running and time.monotonic() - started > 2:
+            bar.start()
+            running = True
+        if bar.tasks[-1].description != text:
+            bar.remove_task(task)
+            task = bar.add_task(text, total=total)
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield tick
+    finally:
+        if running:
+            bar.stop()
+
+
+def main() -> None:
+    """Run a command; turn errors into one line and an exit code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _warn
+        try:
+            code = app(standalone_mode=False) or 0
+            if code == 130:
+                _interrupted()
+            sys.exit(code)
+        except (KeyboardInterrupt, typer.Abort):
+            _interrupted()
+        except UnderstudyError as error:
+            errors.print(f"{type(error).__name__}: {error}", markup=False, style="red")
+            sys.exit(error.exit_code)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except Exception as error:
+            # Typer brings its own copy of click, whose usage errors know how to show themselves.
+            show = getattr(error, "show", None)
+            if show is None:
+                raise
+            show()
+            sys.exit(getattr(error, "exit_code", 2))
+
+
+def _interrupted() -> None:
+    errors.print(
+        "Interrupted. What was asked so far is recorded; give the same command again to resume."
+    )
+    sys.exit(130)
+
+
+def _warn(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    errors.print(f"{category.__name__}: {message}", markup=False, style="yellow")
+
+
+if __name__ == "__main__":
+    main()

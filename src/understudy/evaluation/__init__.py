@@ -1,0 +1,13 @@
+"""Judge a synthetic set by what it is good for. Everything here is post-processing."""
+
+from __future__ import annotations
+
+from understudy.evaluation.classify import (
+    PROTOCOLS,
+    Protocol,
+    Scores,
+    sklearn_scores,
+    train_and_test,
+)
+
+__all__ = ["PROTOCOLS", "Protocol", "Scores", "sklearn_scores", "train_and_test"]

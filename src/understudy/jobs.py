@@ -1,0 +1,488 @@
+"""Whole jobs on folders: one function a command of the command line.
+
+:mod:`understudy.run` works on values (a dataset, a release, a synthetic set); this module reads
+and writes them, and looks names up.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from understudy.data.datasets import DATASETS, open_data, open_heldout
+from understudy.data.folder import check_free, load, save
+from understudy.data.verify import Verification
+from understudy.data.verify import verify as verify_folder
+from understudy.engine import Engine, Progress, silent
+from understudy.errors import BadConfiguration, LedgerError, ReleaseError, UnknownName
+from understudy.evaluation.classify import PROTOCOLS, Protocol, Scores, sklearn_scores
+from understudy.methods import Method, method_named, registered
+from understudy.privacy.accounting import Accountant, Budget, calibrate, epsilon
+from understudy.privacy.events import Event
+from understudy.privacy.gate import PrivateDataset
+from understudy.privacy.ledger import Ledger, write_durably
+from understudy.privacy.public import Adjacency, Public
+from understudy.privacy.release import Release
+from understudy.privacy.statement import Statement, describe_events
+from understudy.report import Entry, gather
+from understudy.report import write as write_report
+from understudy.run import evaluate, fit, synthesise
+
+# Making
+
+
+def synth(
+    data: PrivateDataset,
+    method: Method,
+    folder: str | os.PathLike[str],
+    *,
+    budget: Budget | None = None,
+    delta: float = 1e-5,
+    ledger: Ledger | None = None,
+    engine: Engine | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> tuple[Path, Statement]:
+    """Fit, synthesise and write the release. Return its folder and its statement."""
+    check_free(Path(folder), overwrite)
+    release = fit(
+        data,
+        method,
+        budget=budget,
+        delta=delta,
+        ledger=ledger,
+        engine=engine,
+        progress=progress,
+    )
+    synthetic = synthesise(release, engine=engine, progress=progress)
+    written = save(folder, release, synthetic, overwrite=overwrite, source=method.source)
+    return written, release.statement
+
+
+def resynthesise(
+    signals: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    changes: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Path:
+    """Make a synthetic set from a saved release, with some fields of its method changed. Free."""
+    release, _ = load(signals)
+    recipe = release.recipe
+    kind = method_named(recipe["method"])
+    method = kind.configured({**recipe["configuration"], **(changes or {})})
+    synthetic = synthesise(release, method, engine=engine, progress=progress)
+    return save(folder, release, synthetic, overwrite=overwrite, source=method.source)
+
+
+def configure(
+    name: str, values: Mapping[str, Any] | None = None, *, preset: str | None = None
+) -> Method:
+    """Build a method by name, from a preset if given, with some fields set."""
+    kind = method_named(name)
+    base: Mapping[str, Any] = {}
+    if preset is not None:
+        if preset not in kind.presets:
+            raise UnknownName(f"preset of {name}", preset, kind.presets)
+        base = kind.presets[preset].configuration
+    return kind.configured({**base, **(values or {})})
+
+
+# Pricing
+
+
+def facts(
+    *,
+    shape: tuple[int, ...],
+    counts: tuple[int, ...],
+    adjacency: Adjacency | str = Adjacency.ADD_OR_REMOVE,
+    labels: str = "private",
+    name: str = "declared facts",
+) -> Public:
+    """Write down public facts by hand, to price a method without any data."""
+    if labels not in ("private", "public"):
+        raise BadConfiguration(f"labels are 'private' or 'public', not '{labels}'.")
+    return Public(
+        name=name,
+        shape=shape,
+        classes=tuple(f"class {number}" for number in range(len(counts))),
+        counts=counts,
+        adjacency=_adjacency(adjacency),
+        labels="public" if labels == "public" else "private",
+    )
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Say what a method would ask of a dataset and what that would cost."""
+
+    method: Method
+    public: Public
+    delta: float
+    events: tuple[Event, ...]
+    epsilons: Mapping[Accountant, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "recipe": self.method.recipe(),
+            "public": self.public.to_json(),
+            "delta": self.delta,
+            "events": [event.to_json() for event in self.events],
+            "epsilon": {key.value: value for key, value in self.epsilons.items()},
+        }
+
+    def describe(self) -> str:
+        """Explain in a few lines."""
+        sizes = self.public.sizes
+        lines = [
+            f"{self.method.title} on {self.public.name}: {len(sizes)} classes of {min(sizes)} to "
+            f"{max(sizes)} records of shape {'x'.join(map(str, self.public.shape))}.",
+            "",
+        ]
+        lines += [f"  asks '{e.name}': {e.describe()}" for e in self.events]
+        lines += ["", f"  noise_multiplier {self.method.noise_multiplier:.4g}", ""]
+        lines += [
+            f"  epsilon {value:.4g} at delta {self.delta:g} by {accountant.value}"
+            for accountant, value in self.epsilons.items()
+        ]
+        lines += [
+            "",
+            "Nothing was spent. A release quotes the first figure; `understudy synth` with the "
+            "same options would make it.",
+        ]
+        return "\n".join(lines)
+
+
+def plan(
+    public: Public, method: Method, *, budget: Budget | None = None, delta: float = 1e-5
+) -> Priced:
+    """Price a method on public facts; with a budget, find the noise first. Reads no record."""
+    if budget is not None:
+        method = method.calibrated(public, budget)
+        delta = budget.delta
+    return Priced(
+        method=method,
+        public=public,
+        delta=delta,
+        events=method.plan(public).events(public),
+        epsilons={
+            accountant: method.epsilon(public, delta, accountant) for accountant in Accountant
+        },
+    )
+
+
+def account(
+    *,
+    epsilon: float | None = None,
+    noise: float | None = None,
+    steps: int | None = None,
+    rate: float | None = None,
+    delta: float = 1e-5,
+    adjacency: Adjacency | str = Adjacency.ADD_OR_REMOVE,
+) -> dict[str, Any]:
+    """Find the missing one of epsilon, noise and steps from the other two."""
+    missing = [
+        name for name, value in (("epsilon", epsilon), ("noise", noise), ("steps", steps))
+        if value is None
+    ]  # fmt: skip
+    if len(missing) != 1:
+        raise BadConfiguration("Give exactly two of epsilon, noise and steps.")
+    if rate is not None and not 0 < rate <= 1:
+        raise BadConfiguration(f"rate is a probability: {rate}.")
+    relation = _adjacency(adjacency)
+
+    def events(noise_multiplier: float, times: float) -> tuple[Event, ...]:
+        return (
+            Event(
+                name="answer",
+                times=int(times),
+                noise_multiplier=noise_multiplier,
+                bound=1.0,
+                sampling_rate=rate,
+                per_class=False,
+                unit="record",
+            ),
+        )
+
+    if epsilon is not None:
+        budget = Budget(epsilon, delta)
+        if steps is not None:
+            times = steps
+            noise = calibrate(lambda z: events(z, times), budget, adjacency=relation)
+        else:
+            assert noise is not None
+            given = noise
+            steps = int(
+                calibrate(
+                    lambda n: events(given, n),
+                    budget,
+                    adjacency=relation,
+                    start=100.0,
+                    increasing=True,
+                    integer=True,
+                )
+            )
+    assert noise is not None
+    assert steps is not None
+    asked = events(noise, steps)
+    return {
+        "noise_multiplier": float(noise),
+        "steps": steps,
+        "rate": rate,
+        "delta": delta,
+        "adjacency": relation.value,
+        **{f"epsilon ({a.value})": _price(asked, delta, relation, a) for a in Accountant},
+    }
+
+
+def _price(
+    events: Sequence[Event], delta: float, adjacency: Adjacency, accountant: Accountant
+) -> float:
+    return epsilon(events, delta, adjacency=adjacency, accountant=accountant)
+
+
+def _adjacency(name: Adjacency | str) -> Adjacency:
+    try:
+        return Adjacency(name)
+    except ValueError:
+        raise UnknownName("adjacency", str(name), [a.value for a in Adjacency]) from None
+
+
+# Looking
+
+
+def score(
+    folder: str | os.PathLike[str],
+    test: str | None = None,
+    *,
+    protocol: str = "dm",
+    network: str | None = None,
+    flips: bool = False,
+    seeds: Sequence[int] = (0, 1, 2),
+    engine: Engine | None = None,
+    progress: Progress = silent,
+    **options: Any,
+) -> dict[str, Scores]:
+    """Evaluate a saved release on real test data and keep the scores beside it."""
+    release, synthetic = load(folder)
+    if synthetic is None:
+        raise ReleaseError(
+            f"{folder} holds signals and no synthetic set yet: `understudy synthesise {folder}`."
+        )
+    source = test or release.public.name
+    if test is None and source not in DATASETS:
+        raise BadConfiguration("Say with --test which real data to test on.")
+    heldout = open_heldout(source, like=release.public, **options)
+    if network == "sklearn" or (network is None and not release.public.is_image):
+        scores = sklearn_scores(
+            synthetic.images,
+            synthetic.labels,
+            heldout.images,
+            heldout.labels,
+            classes=len(release.public.classes),
+            seeds=seeds,
+        )
+    else:
+        chosen = _protocol(protocol)
+        chosen = chosen.with_flips() if flips else chosen
+        result = evaluate(
+            synthetic,
+            heldout,
+            protocol=chosen,
+            network=network,
+            seeds=seeds,
+            engine=engine,
+            progress=progress,
+        )
+        scores = {f"{result.network}, {result.protocol}": result}
+    kept = _scores_file(Path(folder))
+    earlier = json.loads(kept.read_text()) if kept.exists() else {}
+    line = release.statement.ledger_line
+    if earlier.get("ledger_line") != line:
+        earlier = {"ledger_line": line, "test": source, "scores": {}}
+    for name, item in scores.items():
+        earlier["scores"][name] = item.to_json()
+    write_durably(kept, json.dumps(earlier, indent=1).encode())
+    return scores
+
+
+def _protocol(name: str) -> Protocol:
+    if name not in PROTOCOLS:
+        raise UnknownName("protocol", name, PROTOCOLS)
+    return PROTOCOLS[name]
+
+
+def _scores_file(folder: Path) -> Path:
+    """Return where scores lie: beside the release, whose own files are sealed."""
+    folder = folder.resolve()
+    return folder.with_name(f"{folder.name}.scores.json")
+
+
+def report(
+    folders: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str] | None = None
+) -> Path:
+    """Write a self-contained page about one or several releases. Return its path."""
+    entries = []
+    for folder in map(Path, folders):
+        release, synthetic = load(folder)
+        kept = _scores_file(folder)
+        known = json.loads(kept.read_text()) if kept.exists() else {}
+        fresh = known.get("ledger_line") == release.statement.ledger_line
+        entries.append(
+            Entry(
+                release=release,
+                synthetic=synthetic,
+                title=folder.resolve().name,
+                scores=known["scores"] if fresh else {},
+                folder=folder,
+            )
+        )
+    if output is None:
+        first = Path(folders[0]).resolve()
+        output = first.with_name(f"{first.name}.report.html")
+    page = Path(output)
+    if page.suffix != ".html":
+        raise BadConfiguration(f"A report is an .html file, not '{page.name}'.")
+    return write_report(gather(entries), page.parent, name=page.stem)
+
+
+# Checking
+
+
+def verify(folder: str | os.PathLike[str], *, ledger: Ledger | None = None) -> Verification:
+    """Check a release: hashes, recomputed epsilon, and the plan its recipe would make."""
+
+    def replan(recipe: Mapping[str, Any], public: Public) -> tuple[Event, ...]:
+        method = method_named(recipe["method"]).configured(recipe["configuration"])
+        return method.plan(public).events(public)
+
+    return verify_folder(folder, ledger=ledger, replan=replan)
+
+
+def summarise(ledger: Ledger) -> dict[str, Any]:
+    """Say what a ledger holds."""
+    entries = ledger.entries()
+    finished = {entry["grant"] for entry in entries if entry["kind"] == "finished"}
+    cap = ledger.cap()
+    delta = cap.delta if cap else 1e-5
+    return {
+        "ledger": str(ledger.path),
+        "dataset": entries[0]["dataset"] if entries else None,
+        "cap": _short(cap.epsilon) if cap else None,
+        "delta": delta,
+        "spent": _short(ledger.spent(delta)),
+        "runs": [
+            {
+                "time": entry["time"],
+                "by": entry["by"],
+                "asked": describe_events([Event.from_json(event) for event in entry["events"]]),
+                "finished": entry["grant"] in finished,
+            }
+            for entry in entries
+            if entry["kind"] == "reserved"
+        ],
+    }
+
+
+def _short(value: float) -> float | str:
+    return "infinite" if math.isinf(value) else float(f"{value:.6g}")
+
+
+def set_cap(ledger: Ledger, cap: float, delta: float | None = None) -> None:
+    """Change the most that may ever be spent; the change is recorded."""
+    now = ledger.cap()
+    if now is None:
+        raise LedgerError(f"Ledger {ledger.path} has no entries yet; the first run makes it.")
+    ledger.raise_cap(Budget(cap, delta or now.delta), by="command line")
+
+
+# Listing
+
+
+def list_methods(name: str | None = None) -> list[dict[str, Any]]:
+    """Describe every method, or one."""
+    chosen = registered() if name is None else {name: method_named(name)}
+    return [
+        {
+            "name": method.name,
+            "title": method.title,
+            "source": method.source,
+            "description": inspect.cleandoc(method.__doc__ or ""),
+            "fields": method.describe_fields(),
+            "departures": list(method.departures),
+            "presets": {key: preset.told for key, preset in method.presets.items()},
+        }
+        for method in chosen.values()
+    ]
+
+
+def list_datasets() -> list[dict[str, Any]]:
+    """Describe every dataset known by name, and where it is on this machine."""
+    return [
+        {
+            "name": card.name,
+            "description": card.description,
+            "shape": list(card.shape),
+            "classes": list(card.classes),
+            "licence": card.licence,
+            "place": None
+            if card.place is None
+            else str(card.place)
+            if card.folders
+            else "built in",
+            "get": card.get,
+        }
+        for card in DATASETS.values()
+    ]
+
+
+def read_columns(path: Path) -> dict[str, Any]:
+    """Read the declaration of a table's columns."""
+    try:
+        declared = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BadConfiguration(f"{path} does not hold the columns as JSON: {error}.") from error
+    if not isinstance(declared, dict):
+        raise BadConfiguration(
+            f'{path} must hold an object such as {{"age": [17, 90], "sex": ["F", "M"]}}.'
+        )
+    return declared
+
+
+__all__ = [
+    "Budget",
+    "Engine",
+    "Ledger",
+    "Method",
+    "Priced",
+    "PrivateDataset",
+    "Release",
+    "Verification",
+    "account",
+    "configure",
+    "facts",
+    "fit",
+    "list_datasets",
+    "list_methods",
+    "load",
+    "open_data",
+    "plan",
+    "read_columns",
+    "report",
+    "resynthesise",
+    "save",
+    "score",
+    "set_cap",
+    "summarise",
+    "synth",
+    "verify",
+]

@@ -1,0 +1,234 @@
+"""What a report says, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.report.samples import digits, measured, scores
+from understudy.data.synthetic import SyntheticSet
+from understudy.errors import ReleaseError, UsageError
+from understudy.privacy.noise import Secret
+from understudy.report import Entry, content, gather, render_json
+from understudy.report.content import attack_bound
+
+
+def test_it_says_what_the_statement_says(entry: Entry) -> None:
+    section = gather([entry]).sections[0]
+    statement = entry.release.statement
+    assert section.epsilon == statement.epsilon
+    assert section.delta == statement.delta
+    assert section.paragraph == statement.paragraph()
+    assert section.private
+    assert [question.times for question in section.questions] == [5]
+    assert section.assumptions == statement.assumptions
+    assert section.departures == statement.departures
+
+
+def test_one_question_costs_alone_what_all_cost_together(entry: Entry) -> None:
+    section = gather([entry]).sections[0]
+    assert section.questions[0].epsilon_alone == pytest.approx(section.epsilon)
+
+
+def test_every_image_is_there_in_its_class(entry: Entry) -> None:
+    section = gather([entry]).sections[0]
+    assert section.pictured == section.size == 50
+    assert [len(group.pictures) for group in section.groups] == [5] * 10
+    assert section.real_size == 1797
+
+
+def test_too_many_images_are_cut_evenly(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "MOST_PICTURES", 20)
+    section = gather([entry]).sections[0]
+    assert [len(group.pictures) for group in section.groups] == [2] * 10
+    assert [group.count for group in section.groups] == [5] * 10
+
+
+def test_scores_are_computed_from_the_confusions(entry: Entry) -> None:
+    forged: dict[str, Any] = {**scores(10), "accuracy": 0.999, "interval_95": [0.998, 1.0]}
+    honest = gather([dataclasses.replace(entry, scores={"net": scores(10)})]).sections[0].scores[0]
+    read = gather([dataclasses.replace(entry, scores={"net": forged})]).sections[0].scores[0]
+    assert read == honest
+    assert read.low is not None
+    assert read.low < read.accuracy
+
+
+def test_a_single_seed_has_no_interval(entry: Entry) -> None:
+    assert gather([entry]).sections[0].scores[1].low is None
+
+
+def test_a_run_still_going_is_an_error(entry: Entry) -> None:
+    with pytest.raises(ReleaseError, match=r"still going.*same `understudy synth` command"):
+        gather([dataclasses.replace(entry, synthetic=None)])
+    empty = SyntheticSet(
+        images=torch.zeros(0, 1, 8, 8),
+        labels=torch.zeros(0, dtype=torch.long),
+        public=entry.release.public,
+    )
+    with pytest.raises(ReleaseError, match="no synthetic set yet"):
+        gather([dataclasses.replace(entry, synthetic=empty)])
+
+
+def test_nothing_to_report_on_is_an_error() -> None:
+    with pytest.raises(UsageError, match="no release to report on"):
+        gather([])
+
+
+def test_a_set_of_another_release_is_refused(entry: Entry, table_entry: Entry) -> None:
+    with pytest.raises(ReleaseError, match="do not belong together"):
+        gather([dataclasses.replace(entry, synthetic=table_entry.synthetic)])
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ({"accuracy": 0.9}, "cannot be read"),
+        (scores(7), "not about its 10 classes"),
+        ({**scores(10), "seeds": [0]}, "one result a seed"),
+        ({**scores(10), "confusions": [[[0] * 10] * 10] * 3}, "no test records"),
+        ({**scores(10), "confusions": "none"}, "cannot be read"),
+    ],
+)
+def test_scores_that_do_not_fit_are_refused(
+    entry: Entry, broken: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ReleaseError, match=reason):
+        gather([dataclasses.replace(entry, scores={"net": broken})])
+
+
+def test_a_known_secret_means_no_guarantee(folder: Path) -> None:
+    release, synthetic = measured(
+        digits(), folder / "known.jsonl", secret=Secret.for_testing(0), epsilon=0.5
+    )
+    section = gather([Entry(release=release, synthetic=synthetic, title="known")]).sections[0]
+    assert not section.private
+    assert section.best_guess == 1.0
+    assert all(catch.found_at_most == pytest.approx(1.0) for catch in section.catches)
+
+
+def test_a_table_is_decoded_by_its_columns(table_entry: Entry) -> None:
+    rows = gather([table_entry]).sections[0].rows
+    assert rows is not None
+    assert rows.columns == ("class", "age <years>", "sex")
+    assert {row[0] for row in rows.rows} == {"no", "yes"}
+    for _, age, sex in rows.rows:
+        assert 17 <= float(age) <= 90
+        assert sex in ("Female", "Male", "(missing)")
+
+
+def test_a_table_without_columns_shows_numbers(table_entry: Entry) -> None:
+    assert table_entry.synthetic is not None
+    public = dataclasses.replace(table_entry.release.public, columns=())
+    bare = dataclasses.replace(
+        table_entry,
+        release=dataclasses.replace(table_entry.release, public=public),
+        synthetic=dataclasses.replace(table_entry.synthetic, public=public),
+    )
+    rows = gather([bare]).sections[0].rows
+    assert rows is not None
+    assert rows.columns == ("class", "feature 0", "feature 1", "feature 2")
+
+
+def test_where_the_folder_lies_is_not_told(entry: Entry) -> None:
+    text = render_json(gather([entry]))
+    assert "digits-release/synthetic.safetensors" in text
+    assert "of mine" not in text
+
+
+# The ledger, and several releases
+
+
+def test_earlier_runs_are_counted(several: list[Entry]) -> None:
+    last = gather([several[2]]).sections[0]
+    assert len(last.earlier) == 2
+    assert last.total_epsilon > last.epsilon
+    assert last.earlier[0].epsilon_alone == pytest.approx(several[0].release.statement.epsilon)
+
+
+def test_releases_of_the_same_records_add_up(several: list[Entry]) -> None:
+    report = gather(several[:3])
+    total = several[2].release.statement.total_epsilon
+    assert report.comparison is not None
+    assert any(f"epsilon {total:.4g}" in note for note in report.comparison.notes)
+
+
+def test_releases_of_different_ledgers_do_not_pretend_to(
+    several: list[Entry], entry: Entry
+) -> None:
+    comparison = gather([several[0], entry]).comparison
+    assert comparison is not None
+    assert any("no single ledger here has counted them all" in note for note in comparison.notes)
+
+
+def test_the_same_release_twice_is_one_release(entry: Entry) -> None:
+    comparison = gather([entry, entry]).comparison
+    assert comparison is not None
+    assert comparison.notes == ()
+
+
+def test_a_comparison_warns(several: list[Entry], table_entry: Entry) -> None:
+    comparison = gather([*several, table_entry]).comparison
+    assert comparison is not None
+    assert comparison.score == "ConvNet"
+    text = " ".join(comparison.notes)
+    assert "different datasets (digits; people)" in text
+    assert "Not private, and only here for comparison: No noise." in text
+
+
+# JSON
+
+
+def test_json_is_strict_and_complete(several: list[Entry]) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    report = gather(several)
+    read = json.loads(render_json(report), parse_constant=refuse)
+    assert read == report.to_json()
+    assert read["sections"][3]["epsilon"] == "inf"
+    assert float(read["sections"][3]["epsilon"]) == math.inf
+    assert read["sections"][0]["scores"][0]["confusion"][0][0] > 0
+    assert "data:image" not in json.dumps(read)
+
+
+# The bound on attacks
+
+
+def test_the_bound_is_that_of_the_hypothesis_test() -> None:
+    assert attack_bound(0.01, 0.0, 0.0) == pytest.approx(0.01)
+    assert attack_bound(0.01, 1.0, 1e-5) == pytest.approx(0.01 * math.e + 1e-5)
+    assert attack_bound(0.0, 1.0, 1e-5) == pytest.approx(1e-5)
+    assert attack_bound(1.0, 1.0, 1e-5) == 1.0
+    assert attack_bound(0.0, math.inf, 1e-5) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0, 900.0])
+def test_the_bound_is_a_concave_curve_that_both_inequalities_touch(epsilon: float) -> None:
+    delta, grid = 1e-3, [step / 500 for step in range(501)]
+    curve = [attack_bound(share, epsilon, delta) for share in grid]
+    factor = math.exp(min(epsilon, 700))
+    for share, found in zip(grid, curve, strict=True):
+        assert share <= found + 1e-12 <= 1 + 1e-12
+        assert found <= factor * share + delta + 1e-12  # members against outsiders
+        assert 1 - share <= factor * (1 - found + 1e-15) + delta + 1e-9  # and the other way round
+    slopes = [b - a for a, b in pairwise(curve)]
+    assert all(a >= b - 1e-12 for a, b in pairwise(slopes))
+
+
+def test_a_randomised_response_meets_the_best_guess_exactly(entry: Entry) -> None:
+    section = gather([entry]).sections[0]
+    e = math.exp(section.epsilon)
+    assert section.best_guess == pytest.approx((e + section.delta) / (1 + e))
+    # The corner of the curve is the best point for even odds.
+    best = max(
+        (attack_bound(x / 10000, section.epsilon, section.delta) + 1 - x / 10000) / 2
+        for x in range(10001)
+    )
+    assert best == pytest.approx(section.best_guess, abs=1e-4)

@@ -1,0 +1,232 @@
+"""The command line, from a folder of images to a verified release with a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.fixtures import REPOSITORY
+from understudy import cli
+
+Run = Callable[..., tuple[int, str, str]]
+SMALL = ("--method", "ldpdc", "--set", "images_per_class=3", "--set", "group_size=10")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Call a command as the console script does; give exit code, output and errors."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["understudy", *map(str, arguments)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def scans(tmp_path: Path) -> Path:
+    """A folder with two subfolders of thirty small pictures each."""
+    random = np.random.default_rng(0)
+    for name, level in (("healthy", 60), ("ill", 170)):
+        (tmp_path / "scans" / name).mkdir(parents=True)
+        for number in range(30):
+            pixels = np.clip(random.normal(level, 40, (8, 8)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "scans" / name / f"{number:03d}.png")
+    return tmp_path / "scans"
+
+
+def test_from_a_folder_of_images_to_a_verified_release(
+    run: Run, scans: Path, tmp_path: Path
+) -> None:
+    release = tmp_path / "release"
+    code, out, _ = run("synth", scans, *SMALL, "-e", 1, "-o", release, "--unit", "one scan")
+    assert code == 0
+    assert "differentially private" in out and "one scan" in out
+    assert (release / "contact_sheet.png").exists()
+    code, out, _ = run("verify", release)
+    assert code == 0 and "ok  epsilon" in out
+    code, out, _ = run(
+        "evaluate", release, "--test", scans, "--network", "mlp", "--seeds", 2, "--json"
+    )
+    assert code == 0
+    (score,) = json.loads(out).values()
+    assert score["tested"] == 60 and len(score["accuracies"]) == 2
+    code, out, _ = run("report", release)
+    assert code == 0
+    page = tmp_path / "release.report.html"
+    assert str(page) in out.replace("\n", "")
+    assert "healthy" in page.read_text()
+    code, _, _ = run("verify", release)
+    assert code == 0, "evaluating or reporting disturbed the release"
+
+
+def test_signals_first_sets_later(run: Run, scans: Path, tmp_path: Path) -> None:
+    assert run("fit", scans, *SMALL, "-e", 1, "-o", tmp_path / "signals")[0] == 0
+    for number in range(2):
+        code, _, _ = run("synthesise", tmp_path / "signals", "-o", tmp_path / f"set{number}")
+        assert code == 0
+    code, out, _ = run("ledger", scans, "--json")
+    assert code == 0 and len(json.loads(out)["runs"]) == 1, "synthesising cost something"
+
+
+def test_a_second_run_is_refused_until_the_cap_is_raised(
+    run: Run, scans: Path, tmp_path: Path
+) -> None:
+    assert run("synth", scans, *SMALL, "-e", 1, "-o", tmp_path / "a")[0] == 0
+    code, _, err = run("synth", scans, *SMALL, "-e", 1, "-o", tmp_path / "b", "--set", "seed=1")
+    assert code == 4
+    assert "BudgetExceeded" in err and "0.00 of 1 left" in err and "--cap" in err
+    assert not (tmp_path / "b").exists()
+    assert run("ledger", scans, "--cap", 3)[0] == 0
+    code, out, _ = run("synth", scans, *SMALL, "-e", 1, "-o", tmp_path / "b", "--set", "seed=1")
+    assert code == 0 and "1 earlier run" in out
+
+
+def test_prices(run: Run) -> None:
+    code, out, _ = run("plan", "digits", *SMALL, "-e", 1, "--json")
+    assert code == 0
+    assert 0.99 < json.loads(out)["epsilon"]["pld"] <= 1
+    code, out, _ = run(
+        "plan", "--shape", "1x28x28", "--class-sizes", "5421,6000", "--method", "ldpdc", "--json"
+    )
+    assert json.loads(out)["epsilon"]["rdp"] == pytest.approx(1.100, abs=0.002)
+    code, out, _ = run("account", "--noise", 1, "--steps", 50, "--rate", 50 / 5421, "--json")
+    assert json.loads(out)["epsilon (rdp)"] == pytest.approx(1.100, abs=0.002)
+    code, out, _ = run("account", "--epsilon", 1, "--steps", 1, "--json")
+    assert json.loads(out)["noise_multiplier"] == pytest.approx(3.7306, rel=1e-3)
+    code, out, _ = run("account", "--epsilon", 1, "--noise", 26.38, "--json")
+    assert json.loads(out)["steps"] in (49, 50)
+
+
+def test_listings(run: Run) -> None:
+    assert "ldpdc" in run("methods")[1]
+    assert "group_size" in run("methods", "ldpdc")[1]
+    assert "digits" in run("datasets")[1]
+    for command in ("methods", "datasets"):
+        assert json.loads(run(command, "--json")[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["synth", "digits", "--method", "ldpd", "-e", "1", "-o", "x"], 2, "mean 'ldpdc'"),
+        (["synth", "digits", "--set", "group_sice=3", "-e", "1", "-o", "x"], 2, "'group_size'"),
+        (["synth", "digits", "--set", "group_size=0", "-e", "1", "-o", "x"], 2, "positive"),
+        (["synth", "digits", "--set", "group_size=9999", "-e", "1", "-o", "x"], 2, "would fit"),
+        (["synth", "digits", "-e", "-1", "-o", "x"], 2, "must be positive"),
+        (["synth", "digits", "-e", "1", "--adjacency", "swap", "-o", "x"], 2, "replace"),
+        (["synth", "digits", "-e", "1", "--device", "cuda:99", "-o", "x"], 2, "device"),
+        (["synth", "no/such/folder", "-e", "1", "-o", "x"], 3, "no/such/folder"),
+        (["synth", "digits"], 2, "output"),
+        (["verify", "no-release"], 5, "no-release"),
+        (["report", "no-release"], 5, "no-release"),
+        (["account", "--noise", "1"], 2, "exactly two"),
+        (["ledger"], 2, "one of them"),
+        (["frobnicate"], 2, "frobnicate"),
+    ],
+)
+def test_errors_say_what_is_wrong_and_end_with_their_code(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str],
+    code: int, told: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] == "synth" and "--method" not in arguments:
+        arguments = [*arguments, "--method", "ldpdc"]
+    ended, out, err = run(*arguments)
+    assert ended == code, err
+    assert told in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_folder_in_use_is_noticed_before_anything_is_spent(
+    run: Run, scans: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    for extra in ((), ("--overwrite",)):
+        code, _, _ = run("synth", scans, *SMALL, "-e", 1, "-o", tmp_path / "mine", *extra)
+        assert code == 5
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
+    assert json.loads(run("ledger", scans, "--json")[1])["runs"] == []
+
+
+def test_an_edited_release_fails_verification(run: Run, scans: Path, tmp_path: Path) -> None:
+    run("synth", scans, *SMALL, "-e", 1, "-o", tmp_path / "r")
+    path = tmp_path / "r" / "statement.json"
+    path.write_text(re.sub(r'"epsilon": 0\.\d+', '"epsilon": 0.1', path.read_text(), count=1))
+    code, _, err = run("verify", tmp_path / "r")
+    assert code == 5 and "statement.json" in err
+
+
+def test_delta_above_one_over_n_is_warned_about(run: Run, scans: Path, tmp_path: Path) -> None:
+    code, _, err = run("synth", scans, *SMALL, "-e", 1, "--delta", 0.1, "-o", tmp_path / "r")
+    assert code == 0
+    assert "DeltaTooLarge" in err and "not below 1/N" in err
+
+
+def test_every_command_teaches(run: Run) -> None:
+    code, out, _ = run("--help")
+    commands = re.findall(r"^│ (\w+) ", out, flags=re.M)
+    assert {"synth", "plan", "fit", "synthesise", "evaluate", "verify", "ledger"} <= set(commands)
+    for command in ("synth", "fit", "synthesise", "plan", "evaluate", "report", "verify"):
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert f"understudy {command}" in out, f"{command} --help has no example"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are sent the POSIX way")
+def test_ctrl_c_leaves_nothing_half_written_and_the_same_command_resumes(
+    scans: Path, tmp_path: Path, run: Run
+) -> None:
+    state = os.environ["UNDERSTUDY_STATE"]
+    command = [
+        sys.executable, "-m", "understudy", "synth", str(scans), "--method", "ldpdc",
+        "--set", "group_size=10", "--set", "images_per_class=3000", "--set",
+        "noise_multiplier=400", "-o", str(tmp_path / "r"),
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A background job may have been started with Ctrl-C ignored, which children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    journal = Path(state) / "ledgers"
+    deadline = time.monotonic() + 60
+    while not list(journal.rglob("answer-*")):
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Interrupted" in err and "Traceback" not in err
+    assert not (tmp_path / "r").exists()
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    answered = len(list(journal.rglob("answer-*")))
+    assert 0 < answered < 3000
+    code, out, _ = run("ledger", scans, "--json")
+    assert [r["finished"] for r in json.loads(out)["runs"]] == [False]
+    code, out, err = run(*command[3:])
+    assert code == 0, err
+    code, out, _ = run("ledger", scans, "--json")
+    assert [r["finished"] for r in json.loads(out)["runs"]] == [True]
