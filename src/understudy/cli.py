@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import json
 import math
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,39 +67,38 @@ core refused (budget, plan, ledger), 5 a release cannot be read, written or veri
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 out = Console(highlight=False, soft_wrap=True)
 
-# Options several commands share.
+# Options several commands share, in groups: {name: (how it is declared, default)}.
 
-Data = Annotated[
-    str,
-    typer.Argument(
-        metavar="DATA",
-        help="A dataset's name (see `understudy datasets`) or a path: a folder with one subfolder "
-        "of images a class, a CSV or Parquet table, .npz, .npy, IDX.",
-    ),
-]
+Group = Mapping[str, tuple[Any, Any]]
+
+
+def _data_option(told: str, kind: Any, *flags: str) -> Any:
+    return Annotated[kind, typer.Option(*flags, help=told, rich_help_panel="Data")]
+
+
+DATA_TOLD = (
+    "A dataset's name (see `understudy datasets`) or a path: a folder with one subfolder of images "
+    "a class, a CSV or Parquet table, .npz, .npy, IDX."
+)
+Data = Annotated[str, typer.Argument(metavar="DATA", help=DATA_TOLD)]
+MaybeData = Annotated[str | None, typer.Argument(metavar="[DATA]", help=DATA_TOLD)]
 Folder = Annotated[Path, typer.Argument(metavar="RELEASE", help="A release folder.")]
-Method = Annotated[str, typer.Option("--method", "-m", help="See `understudy methods`.")]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="FIELD=VALUE",
-        help="A field of the method's configuration; repeatable. `understudy methods NAME` "
-        "lists them.",
-    ),
-]
-Preset = Annotated[
-    str | None, typer.Option(help="A named configuration of the method to start from.")
-]
+Output = Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace a release that is already there.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
 Epsilon = Annotated[
-    float | None,
-    typer.Option("--epsilon", "-e", help="The budget. Noise is calibrated to it."),
+    float | None, typer.Option("--epsilon", "-e", help="The budget. Noise is calibrated to it.")
 ]
 Delta = Annotated[float, typer.Option(help="The failure chance of the guarantee.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
-Chunk = Annotated[
-    int | None, typer.Option(help="Records worked on at once: bounds memory, changes no answer.")
+Adjacency = Annotated[
+    str,
+    typer.Option(
+        "--adjacency",
+        help="What neighbouring datasets differ in: 'add-or-remove' one record or 'replace' it.",
+        rich_help_panel="Data",
+    ),
 ]
 LedgerPath = Annotated[
     Path | None,
@@ -107,98 +108,123 @@ LedgerPath = Annotated[
         "these records.",
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")]
-Overwrite = Annotated[bool, typer.Option(help="Replace a release that is already there.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="A field of the method's configuration; repeatable. `understudy methods NAME` "
+        "lists them.",
+    ),
+]
 
-# How data is declared.
-Label = Annotated[
-    str | None, typer.Option(help="The label's column or array.", rich_help_panel="Data")
-]
-Image = Annotated[
-    str | None,
-    typer.Option(help="The column of image paths, or the array.", rich_help_panel="Data"),
-]
-Resize = Annotated[
-    int | None, typer.Option(help="Resize images to this many pixels a side.",
-                             rich_help_panel="Data")
-]  # fmt: skip
-Grayscale = Annotated[
-    bool | None,
-    typer.Option("--grayscale/--colour", help="Convert images.", rich_help_panel="Data"),
-]
-Counts = Annotated[
-    str,
-    typer.Option(
-        "--class-sizes",
-        help="'public': the files' class sizes may be known. 'private': measure them with noise, "
-        "out of the budget. Or numbers: 500,400,...",
-        rich_help_panel="Data",
+SOURCE: Group = {
+    "label": (_data_option("The label's column or array.", str | None), None),
+    "image": (_data_option("The column of image paths, or the array.", str | None), None),
+    "value_range": (
+        _data_option("LOW,HIGH: the declared range of floating-point pixels.", str | None),
+        None,
     ),
-]
-AdjacencyOption = Annotated[
-    str,
-    typer.Option(
-        "--adjacency",
-        help="What neighbouring datasets differ in: 'add-or-remove' one record or 'replace' it.",
-        rich_help_panel="Data",
+    "split": (_data_option("The split to read, where there are several.", str | None), None),
+}
+DECLARED: Group = {
+    **SOURCE,
+    "resize": (_data_option("Resize images to this many pixels a side.", int | None), None),
+    "grayscale": (
+        _data_option("Convert images.", bool | None, "--grayscale/--colour"),
+        None,
     ),
-]
-Unit = Annotated[
-    str,
-    typer.Option(help="What one record stands for, in words.", rich_help_panel="Data"),
-]
-Labels = Annotated[
-    str,
-    typer.Option(
-        help="Whether each record's own label is 'private' or 'public'.", rich_help_panel="Data"
+    "columns": (
+        _data_option(
+            "JSON with the declared range or categories of a table's columns.", Path | None
+        ),
+        None,
     ),
-]
-Columns = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSON with the declared range or categories of a table's columns.",
-        rich_help_panel="Data",
+    "class_sizes": (
+        _data_option(
+            "'public': the files' class sizes may be known. 'private': measure them with noise, "
+            "out of the budget. Or numbers: 500,400,...",
+            str,
+        ),
+        "public",
     ),
-]
-ValueRange = Annotated[
-    str | None,
-    typer.Option(
-        help="LOW,HIGH: the declared range of floating-point pixels.", rich_help_panel="Data"
+    "adjacency": (Adjacency, "add-or-remove"),
+    "unit": (_data_option("What one record stands for, in words.", str), "one record"),
+    "labels": (
+        _data_option("Whether each record's own label is 'private' or 'public'.", str),
+        "private",
     ),
-]
-Split = Annotated[
-    str | None, typer.Option(help="The split to read, where there are several.",
-                             rich_help_panel="Data")
-]  # fmt: skip
-Name = Annotated[str | None, typer.Option(help="What to call the dataset.", rich_help_panel="Data")]
+    "name": (_data_option("What to call the dataset.", str | None), None),
+}
+METHOD: Group = {
+    "method": (
+        Annotated[str, typer.Option("--method", "-m", help="See `understudy methods`.")],
+        DEFAULT_METHOD,
+    ),
+    "preset": (
+        Annotated[
+            str | None, typer.Option(help="A named configuration of the method to start from.")
+        ],
+        None,
+    ),
+    "set_": (Set, None),
+}
+SPENDING: Group = {
+    "epsilon": (Epsilon, None),
+    "delta": (Delta, 1e-5),
+    "ledger": (LedgerPath, None),
+    "device": (Device, "auto"),
+    "chunk": (
+        Annotated[
+            int | None,
+            typer.Option(help="Records worked on at once: bounds memory, changes no answer."),
+        ],
+        None,
+    ),
+}
+
+Command = Callable[..., None]
+
+
+def takes(**groups: Group) -> Callable[[Command], Command]:
+    """Give a command groups of options; it receives each group as one dictionary."""
+
+    def decorate(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        added = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=declared
+            )
+            for group in groups.values()
+            for name, (declared, default) in group.items()
+        ]
+        parameters = [
+            *(p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name not in groups),
+            *added,
+        ]
+
+        @functools.wraps(command)
+        def call(**given: Any) -> None:
+            for name, group in groups.items():
+                given[name] = {option: given.pop(option) for option in group}
+            command(**given)
+
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {p.name: p.annotation for p in parameters}
+        return call
+
+    return decorate
 
 
 @app.command(rich_help_panel="Make")
+@takes(how=METHOD, spending=SPENDING, declared=DECLARED)
 def synth(
     data: Data,
     output: Output,
-    method: Method = DEFAULT_METHOD,
-    preset: Preset = None,
-    epsilon: Epsilon = None,
-    delta: Delta = 1e-5,
-    set_: Set = None,
-    ledger: LedgerPath = None,
-    device: Device = "auto",
-    chunk: Chunk = None,
+    how: dict[str, Any],
+    spending: dict[str, Any],
+    declared: dict[str, Any],
     overwrite: Overwrite = False,
-    label: Label = None,
-    image: Image = None,
-    resize: Resize = None,
-    grayscale: Grayscale = None,
-    class_sizes: Counts = "public",
-    adjacency: AdjacencyOption = "add-or-remove",
-    unit: Unit = "one record",
-    labels: Labels = "private",
-    columns: Columns = None,
-    value_range: ValueRange = None,
-    split: Split = None,
-    name: Name = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -215,16 +241,14 @@ def synth(
     that was interrupted is taken up where it stopped when the same command is given again.
     """
     with _progress(quiet) as progress:
+        method = _method(how)
         folder, statement = jobs.synth(
-            _open(locals()),
-            _method(method, set_, preset),
+            _open(data, declared, progress),
+            method,
             output,
-            budget=_budget(epsilon, delta),
-            delta=delta,
-            ledger=_ledger(ledger),
-            engine=_engine(device, chunk),
             overwrite=overwrite,
             progress=progress,
+            **_spending(spending),
         )
     if as_json:
         return _print_json({"release": str(folder), "statement": statement.to_json()})
@@ -234,30 +258,14 @@ def synth(
 
 
 @app.command(rich_help_panel="Make")
+@takes(how=METHOD, spending=SPENDING, declared=DECLARED)
 def fit(
     data: Data,
     output: Output,
-    method: Method = DEFAULT_METHOD,
-    preset: Preset = None,
-    epsilon: Epsilon = None,
-    delta: Delta = 1e-5,
-    set_: Set = None,
-    ledger: LedgerPath = None,
-    device: Device = "auto",
-    chunk: Chunk = None,
+    how: dict[str, Any],
+    spending: dict[str, Any],
+    declared: dict[str, Any],
     overwrite: Overwrite = False,
-    label: Label = None,
-    image: Image = None,
-    resize: Resize = None,
-    grayscale: Grayscale = None,
-    class_sizes: Counts = "public",
-    adjacency: AdjacencyOption = "add-or-remove",
-    unit: Unit = "one record",
-    labels: Labels = "private",
-    columns: Columns = None,
-    value_range: ValueRange = None,
-    split: Split = None,
-    name: Name = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -267,20 +275,18 @@ def fit(
         understudy fit scans/ --method ldpdc --epsilon 1 -o signals/
     """
     with _progress(quiet) as progress:
-        chosen = _method(method, set_, preset)
-        release = jobs.fit(
-            _open(locals()),
-            chosen,
-            budget=_budget(epsilon, delta),
-            delta=delta,
-            ledger=_ledger(ledger),
-            engine=_engine(device, chunk),
+        method = _method(how)
+        folder, statement = jobs.signals(
+            _open(data, declared, progress),
+            method,
+            output,
+            overwrite=overwrite,
             progress=progress,
+            **_spending(spending),
         )
-        folder = jobs.save(output, release, overwrite=overwrite, source=chosen.source)
     if as_json:
-        return _print_json({"release": str(folder), "statement": release.statement.to_json()})
-    out.print(release.statement.paragraph())
+        return _print_json({"release": str(folder), "statement": statement.to_json()})
+    out.print(statement.paragraph())
     out.print(f"\nWritten to {folder}. Next, free: understudy synthesise {folder} -o release/")
 
 
@@ -305,7 +311,7 @@ def synthesise(
             release,
             output,
             changes=_assignments(set_),
-            engine=_engine(device, None),
+            engine=jobs.Engine(device=device),
             overwrite=overwrite,
             progress=progress,
         )
@@ -315,30 +321,16 @@ def synthesise(
 
 
 @app.command(rich_help_panel="Look")
+@takes(how=METHOD, declared=DECLARED)
 def plan(
-    data: Annotated[
-        str | None, typer.Argument(metavar="[DATA]", help="A dataset's name or path.")
-    ] = None,
-    method: Method = DEFAULT_METHOD,
-    preset: Preset = None,
-    epsilon: Epsilon = None,
-    delta: Delta = 1e-5,
-    set_: Set = None,
+    how: dict[str, Any],
+    declared: dict[str, Any],
+    data: MaybeData = None,
     shape: Annotated[
         str | None, typer.Option(help="A record's shape, instead of DATA: 1x28x28 or 14.")
     ] = None,
-    label: Label = None,
-    image: Image = None,
-    resize: Resize = None,
-    grayscale: Grayscale = None,
-    class_sizes: Counts = "public",
-    adjacency: AdjacencyOption = "add-or-remove",
-    unit: Unit = "one record",
-    labels: Labels = "private",
-    columns: Columns = None,
-    value_range: ValueRange = None,
-    split: Split = None,
-    name: Name = None,
+    epsilon: Epsilon = None,
+    delta: Delta = 1e-5,
     as_json: AsJson = False,
 ) -> None:
     """Price a method on a dataset's public facts. Nothing is spent.
@@ -350,25 +342,28 @@ def plan(
 
         understudy plan mnist --method ldpdc --epsilon 1
     """
-    if data is None:
-        if shape is None:
-            raise BadConfiguration("Give DATA, or --shape and --class-sizes.")
+    if data is not None:
+        public = _open(data, declared).public
+    elif shape is not None:
         public = jobs.facts(
-            shape=_shape(shape), counts=_numbers(class_sizes), adjacency=adjacency, labels=labels
+            shape=_shape(shape),
+            counts=_numbers(declared["class_sizes"]),
+            adjacency=declared["adjacency"],
+            labels=declared["labels"],
         )
     else:
-        public = _open(locals()).public
-    priced = jobs.plan(
-        public, _method(method, set_, preset), budget=_budget(epsilon, delta), delta=delta
-    )
+        raise BadConfiguration("Give DATA, or --shape and --class-sizes.")
+    priced = jobs.plan(public, _method(how), budget=_budget(epsilon, delta), delta=delta)
     if as_json:
         return _print_json(priced.to_json())
     out.print(priced.describe())
 
 
 @app.command(rich_help_panel="Look")
+@takes(source=SOURCE)
 def evaluate(
     release: Folder,
+    source: dict[str, Any],
     test: Annotated[
         str | None,
         typer.Option(help="Real test data: a name or a path. Default: the named dataset's own."),
@@ -385,10 +380,6 @@ def evaluate(
     ] = False,
     seeds: Annotated[int, typer.Option(help="How many networks to train.")] = 3,
     device: Device = "auto",
-    label: Label = None,
-    image: Image = None,
-    split: Split = None,
-    value_range: ValueRange = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -410,9 +401,9 @@ def evaluate(
             network=network,
             flips=flips,
             seeds=tuple(range(seeds)),
-            engine=_engine(device, None),
+            engine=jobs.Engine(device=device),
             progress=progress,
-            **_given(label=label, image=image, split=split, value_range=_range(value_range)),
+            **_reading(source),
         )
     if as_json:
         return _print_json({name: score.to_json() for name, score in scores.items()})
@@ -451,7 +442,7 @@ def verify(
     Example:
         understudy verify release/
     """
-    verification = jobs.verify(release, ledger=_ledger(ledger))
+    verification = jobs.verify(release, ledger=jobs.Ledger(ledger) if ledger else None)
     if as_json:
         return _print_json(verification.to_json())
     for name, detail in verification.checks:
@@ -465,10 +456,10 @@ def verify(
 
 
 @app.command(rich_help_panel="Check")
+@takes(declared=DECLARED)
 def ledger(
-    data: Annotated[
-        str | None, typer.Argument(metavar="[DATA]", help="A dataset's name or path.")
-    ] = None,
+    declared: dict[str, Any],
+    data: MaybeData = None,
     path: LedgerPath = None,
     cap: Annotated[
         float | None, typer.Option(help="Set the most epsilon that may ever be spent.")
@@ -476,10 +467,6 @@ def ledger(
     delta: Annotated[
         float | None, typer.Option(help="The cap's delta; default: the one in force.")
     ] = None,
-    label: Label = None,
-    columns: Columns = None,
-    value_range: ValueRange = None,
-    split: Split = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what was spent on a dataset, or change the cap.
@@ -493,7 +480,7 @@ def ledger(
     """
     if (data is None) == (path is None):
         raise BadConfiguration("Give DATA or --ledger, one of them.")
-    book = _ledger(path) or _open(locals()).ledger()
+    book = jobs.Ledger(path) if path else _open(data or "", declared).ledger()
     if cap is not None:
         jobs.set_cap(book, cap, delta)
     summary = jobs.summarise(book)
@@ -526,7 +513,7 @@ def account(
         typer.Option(help="Poisson inclusion probability; none: every record, every time."),
     ] = None,
     delta: Delta = 1e-5,
-    adjacency: AdjacencyOption = "add-or-remove",
+    adjacency: Adjacency = "add-or-remove",
     as_json: AsJson = False,
 ) -> None:
     """Turn noise and steps into epsilon, epsilon and steps into noise, epsilon and noise into steps.
@@ -587,34 +574,38 @@ def datasets(as_json: AsJson = False) -> None:
 # Turning words into values
 
 
-def _open(given: dict[str, Any]) -> jobs.PrivateDataset:
-    """Open DATA as the shared options declare it."""
-    sizes = given.get("class_sizes", "public")
-    columns = given.get("columns")
-    options = _given(
-        label=given.get("label"),
-        image=given.get("image"),
-        resize=given.get("resize"),
-        grayscale=given.get("grayscale"),
-        counts=sizes if sizes in ("public", "private") else _numbers(sizes),
-        adjacency=given.get("adjacency"),
-        unit=given.get("unit"),
-        labels=given.get("labels"),
-        columns=None if columns is None else jobs.read_columns(columns),
-        value_range=_range(given.get("value_range")),
-        split=given.get("split"),
-        name=given.get("name"),
-        progress=given.get("progress"),
+def _open(data: str, declared: Mapping[str, Any], progress: Any = None) -> jobs.PrivateDataset:
+    """Open DATA as the options declare it."""
+    sizes, columns = declared["class_sizes"], declared["columns"]
+    return jobs.open_data(
+        data,
+        **{
+            **{key: value for key, value in declared.items() if key != "class_sizes"},
+            **_reading({key: declared[key] for key in SOURCE}),
+            "counts": sizes if sizes in ("public", "private") else _numbers(sizes),
+            "columns": None if columns is None else jobs.read_columns(columns),
+            "progress": progress,
+        },
     )
-    return jobs.open_data(given["data"], **options)
 
 
-def _given(**options: Any) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if value is not None}
+def _reading(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn the options that say where records lie into keyword arguments."""
+    return {**source, "value_range": _range(source["value_range"])}
 
 
-def _method(name: str, assignments: list[str] | None, preset: str | None) -> jobs.Method:
-    return jobs.configure(name, _assignments(assignments), preset=preset)
+def _spending(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn the options of a run that spends into keyword arguments."""
+    return {
+        "budget": _budget(given["epsilon"], given["delta"]),
+        "delta": given["delta"],
+        "ledger": jobs.Ledger(given["ledger"]) if given["ledger"] else None,
+        "engine": jobs.Engine(device=given["device"], chunk=given["chunk"]),
+    }
+
+
+def _method(how: Mapping[str, Any]) -> jobs.Method:
+    return jobs.configure(how["method"], _assignments(how["set_"]), preset=how["preset"])
 
 
 def _assignments(texts: list[str] | None) -> dict[str, Any]:
@@ -632,14 +623,6 @@ def _assignments(texts: list[str] | None) -> dict[str, Any]:
 
 def _budget(epsilon: float | None, delta: float) -> jobs.Budget | None:
     return None if epsilon is None else jobs.Budget(epsilon, delta)
-
-
-def _ledger(path: Path | None) -> jobs.Ledger | None:
-    return None if path is None else jobs.Ledger(path)
-
-
-def _engine(device: str, chunk: int | None) -> jobs.Engine:
-    return jobs.Engine(device=device, chunk=chunk)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -24,9 +24,10 @@ from understudy.errors import BadConfiguration, LedgerError, ReleaseError, Unkno
 from understudy.evaluation.classify import PROTOCOLS, Protocol, Scores, sklearn_scores
 from understudy.methods import Method, method_named, registered
 from understudy.privacy.accounting import Accountant, Budget, calibrate, epsilon
+from understudy.privacy.durable import write_durably
 from understudy.privacy.events import Event
 from understudy.privacy.gate import PrivateDataset
-from understudy.privacy.ledger import Ledger, write_durably
+from understudy.privacy.ledger import Ledger
 from understudy.privacy.public import Adjacency, Public
 from understudy.privacy.release import Release
 from understudy.privacy.statement import Statement, describe_events
@@ -42,31 +43,39 @@ def synth(
     method: Method,
     folder: str | os.PathLike[str],
     *,
-    budget: Budget | None = None,
-    delta: float = 1e-5,
-    ledger: Ledger | None = None,
-    engine: Engine | None = None,
     overwrite: bool = False,
+    engine: Engine | None = None,
     progress: Progress = silent,
+    **spending: Any,
 ) -> tuple[Path, Statement]:
-    """Fit, synthesise and write the release. Return its folder and its statement."""
+    """Fit, synthesise and write the release. Return its folder and its statement.
+
+    ``spending`` goes to :func:`understudy.run.fit`: budget, delta, ledger, secret.
+    """
     check_free(Path(folder), overwrite)
-    release = fit(
-        data,
-        method,
-        budget=budget,
-        delta=delta,
-        ledger=ledger,
-        engine=engine,
-        progress=progress,
-    )
+    release = fit(data, method, engine=engine, progress=progress, **spending)
     synthetic = synthesise(release, engine=engine, progress=progress)
     written = save(folder, release, synthetic, overwrite=overwrite, source=method.source)
     return written, release.statement
 
 
+def signals(
+    data: PrivateDataset,
+    method: Method,
+    folder: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    **spending: Any,
+) -> tuple[Path, Statement]:
+    """Fit and write the signals; sets can be made from them later, at no cost."""
+    check_free(Path(folder), overwrite)
+    release = fit(data, method, **spending)
+    written = save(folder, release, overwrite=overwrite, source=method.source)
+    return written, release.statement
+
+
 def resynthesise(
-    signals: str | os.PathLike[str],
+    source: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,
     changes: Mapping[str, Any] | None = None,
@@ -75,7 +84,7 @@ def resynthesise(
     progress: Progress = silent,
 ) -> Path:
     """Make a synthetic set from a saved release, with some fields of its method changed. Free."""
-    release, _ = load(signals)
+    release, _ = load(source)
     recipe = release.recipe
     kind = method_named(recipe["method"])
     method = kind.configured({**recipe["configuration"], **(changes or {})})
@@ -459,6 +468,7 @@ def read_columns(path: Path) -> dict[str, Any]:
 
 
 __all__ = [
+    "Accountant",
     "Budget",
     "Engine",
     "Ledger",
@@ -470,18 +480,16 @@ __all__ = [
     "account",
     "configure",
     "facts",
-    "fit",
     "list_datasets",
     "list_methods",
-    "load",
     "open_data",
     "plan",
     "read_columns",
     "report",
     "resynthesise",
-    "save",
     "score",
     "set_cap",
+    "signals",
     "summarise",
     "synth",
     "verify",

@@ -27,6 +27,7 @@ import torch
 from PIL import Image
 
 from understudy.data import folder as module
+from understudy.data import pictures
 from understudy.data.folder import load, save
 from understudy.data.synthetic import SyntheticSet
 from understudy.data.verify import verify
@@ -292,7 +293,7 @@ def test_class_names_never_leave_the_folder(pristine: Path) -> None:
 
 
 def test_folder_names_differ_even_where_case_does_not_count() -> None:
-    found = module._folder_names(("A", "a", "", "x" * 300, "é"))
+    found = pictures._folder_names(("A", "a", "", "x" * 300, "é"))
     assert found[0] == "A"
     assert len({name.casefold() for name in found}) == 5
     assert all(name and len(name) < 70 and "/" not in name for name in found)

@@ -262,3 +262,24 @@ def test_sixteen_processes_never_overspend_one_budget(tmp_path: Path) -> None:
     result = run_script("race", str(tmp_path / "l.jsonl"), "16")
     assert result["granted"] == result["affordable"] == 5
     assert float(str(result["spent"])) <= float(str(result["cap"]))
+
+
+def test_a_full_disk_grants_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+    import os
+
+    ledger = Ledger(tmp_path / "l.jsonl")
+    spend(ledger, 40.0)
+    before = ledger.entries()
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(LedgerError, match="No space left"):
+            spend(ledger, 40.0)
+    # The line may or may not have reached the disk; the run was refused either way, and what is
+    # recorded is never less than what was granted.
+    assert ledger.entries()[: len(before)] == before
+    spend(ledger, 80.0)

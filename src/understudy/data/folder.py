@@ -68,6 +68,7 @@ from understudy.errors import (
     ReleaseExists,
     Tampered,
 )
+from understudy.privacy.durable import sync_folder, write_synced
 from understudy.privacy.events import Event
 from understudy.privacy.ledger import canonical
 from understudy.privacy.public import Public
@@ -143,12 +144,9 @@ def _write_all(draft: Path, contents: Mapping[str, bytes]) -> None:
     for folder in sorted(folders):
         folder.mkdir(parents=True)
     for name, content in contents.items():
-        with open(draft / name, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(draft / name, content)
     for folder in folders:
-        _sync(folder)
+        sync_folder(folder)
 
 
 def _put_in_place(draft: Path, target: Path) -> None:
@@ -163,15 +161,7 @@ def _put_in_place(draft: Path, target: Path) -> None:
         shutil.rmtree(retired, ignore_errors=True)
     else:
         os.rename(draft, target)
-    _sync(target.parent)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(target.parent)
 
 
 def _reason(error: OSError) -> str:

@@ -47,6 +47,9 @@ Contribution = Callable[[Tensor, Tensor], Tensor]
 
 State = TypeVar("State")
 
+UNDECLARED_SIZE = 2**24
+"""Room for records where class sizes are private and not yet measured."""
+
 ROWS_BYTES = 256 * 2**20
 """Bound on the float64 rows of one chunk."""
 
@@ -313,6 +316,11 @@ class Gate:
         coins = self._secret.stream(self.grant.id, turn, "inclusion").uniform(len(labels))
         return np.flatnonzero(coins < rates)
 
+    @property
+    def _declared_size(self) -> int:
+        """Return how many records sums must have room for: a public number."""
+        return UNDECLARED_SIZE if self.public.counts is None else self.public.size
+
     def _load(self, chosen: npt.NDArray[np.intp]) -> tuple[Tensor, Tensor]:
         """Fetch records by index; bytes become numbers in [-1, 1] by the fixed 0.5 / 0.5 rule."""
         device = self.engine.torch_device
@@ -336,9 +344,14 @@ class Gate:
             raise BadConfiguration(f"Query '{query.name}' asks shards: use Shards.noisy_sum.")
         shape = self._probe(contribution)
         width = math.prod(shape)
-        step = grid(query.bound, query.stddev, len(self._records._labels))
+        step = grid(query.bound, query.stddev, self._declared_size)
         groups = len(self.public.classes) if query.per_class else 1
         device = self.engine.torch_device
+        if len(chosen) * query.bound >= 2.0**53 * step:
+            raise DataError(
+                f"'{self.public.name}' holds many times more records than the "
+                f"{self._declared_size} it declares: their sum would not be exact."
+            )
         total = torch.zeros(groups, width, dtype=torch.float64, device=device)
         chunk = max(1, min(self.engine.records_at_once, ROWS_BYTES // (8 * max(width, 1))))
         vectorised = torch.func.vmap(contribution, randomness="error")

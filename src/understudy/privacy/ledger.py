@@ -39,6 +39,7 @@ from torch import Tensor
 
 from understudy.errors import BudgetExceeded, LedgerError
 from understudy.privacy.accounting import Accountant, Budget, calibrate, epsilon
+from understudy.privacy.durable import sync_folder, write_durably
 from understudy.privacy.events import Event
 from understudy.privacy.public import Adjacency, Public
 
@@ -60,30 +61,6 @@ def canonical(data: Any) -> str:
 def digest(data: Any) -> str:
     """Hash plain data."""
     return hashlib.sha256(canonical(data).encode()).hexdigest()
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a whole file or none of it, and wait until it is on disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(draft, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def holder_key() -> bytes:
@@ -448,8 +425,11 @@ class Ledger:
                 f"Ledger {self.path} has been locked by another process for "
                 f"{LOCK_SECONDS:.0f} s. Wait for it, or end it."
             ) from error
-        except PermissionError as error:
-            raise LedgerError(f"No permission to write the ledger {self.path}.") from error
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise LedgerError(
+                f"Cannot write the ledger {self.path}: {reason}. Nothing was granted."
+            ) from error
 
     def _append(self, entries: list[dict[str, Any]], body: dict[str, Any]) -> dict[str, Any]:
         """Add one line and wait until it is on disk."""
@@ -471,7 +451,7 @@ class Ledger:
             file.flush()
             os.fsync(file.fileno())
         if fresh:
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         return entry
 
 

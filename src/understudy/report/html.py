@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from understudy.errors import ReleaseError, UsageError
-from understudy.privacy.ledger import write_durably
+from understudy.privacy.durable import write_durably
 from understudy.report import figures
 from understudy.report.content import Report, Score, Section, number, percent
 
