@@ -25,13 +25,11 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	@rm -rf $(DEMO)
-	$(BIN)/understudy synth digits $(DEMO_METHOD) --epsilon 1 --ledger $(DEMO)/ledger.jsonl -o $(DEMO)/release
+	$(BIN)/understudy synth digits --epsilon 1 --ledger $(DEMO)/ledger.jsonl -o $(DEMO)/release
 	$(BIN)/understudy evaluate $(DEMO)/release --protocol quick
 	$(BIN)/understudy verify $(DEMO)/release --ledger $(DEMO)/ledger.jsonl
 	@$(BIN)/understudy report $(DEMO)/release
 	@echo "The release is in $(DEMO)/release; its pictures in $(DEMO)/release/contact_sheet.png"
-
-DEMO_METHOD ?= --method ldpdc
 
 test: $(READY)
 	$(BIN)/python -m pytest $(TESTS)

@@ -3,7 +3,8 @@
     import understudy as us
 
     data = us.open_data("my_images/")                # behind the gate: only data.public can be seen
-    release = us.fit(data, us.LDPDC(), budget=us.Budget(1.0))     # spends, and says what
+    method = us.configure(preset="auto", public=data.public)
+    release = us.fit(data, method, budget=us.Budget(1.0))    # spends, and says what
     synthetic = us.synthesise(release)               # free, as often as you like
     us.save("release/", release, synthetic)
     print(release.statement.paragraph())
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from understudy.engine import Engine
     from understudy.errors import UnderstudyError
     from understudy.evaluation.classify import Protocol, Scores
-    from understudy.jobs import account, plan, report, synth, verify
-    from understudy.methods import LDPDC, Method
+    from understudy.jobs import account, configure, plan, report, synth, verify
+    from understudy.methods import DM, LDPDC, NDPDC, Dosser, Method, WholeSet
     from understudy.privacy import (
         Accountant,
         Adjacency,
@@ -44,8 +45,8 @@ _HOMES = {
     "understudy.engine": ("Engine",),
     "understudy.errors": ("UnderstudyError",),
     "understudy.evaluation.classify": ("Protocol", "Scores"),
-    "understudy.jobs": ("account", "plan", "report", "synth", "verify"),
-    "understudy.methods": ("LDPDC", "Method"),
+    "understudy.jobs": ("account", "configure", "plan", "report", "synth", "verify"),
+    "understudy.methods": ("DM", "LDPDC", "NDPDC", "Dosser", "Method", "WholeSet"),
     "understudy.privacy": (
         "Accountant",
         "Adjacency",
@@ -61,10 +62,13 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "DM",
     "LDPDC",
+    "NDPDC",
     "Accountant",
     "Adjacency",
     "Budget",
+    "Dosser",
     "Engine",
     "HeldOut",
     "Ledger",
@@ -77,7 +81,9 @@ __all__ = [
     "Statement",
     "SyntheticSet",
     "UnderstudyError",
+    "WholeSet",
     "account",
+    "configure",
     "evaluate",
     "fit",
     "load",

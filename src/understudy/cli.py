@@ -35,7 +35,7 @@ else:
 
     jobs = _Later()
 
-DEFAULT_METHOD = "ldpdc"
+DEFAULT_METHOD = "whole-set"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -52,7 +52,7 @@ Turn a sensitive labelled dataset into a small, shareable, differentially privat
 
 [bold]Look before spending[/bold]
 
-    understudy plan my_images/ --method ldpdc --epsilon 1
+    understudy plan my_images/ --epsilon 1
 
 [bold]Afterwards[/bold]
 
@@ -163,9 +163,13 @@ METHOD: Group = {
     ),
     "preset": (
         Annotated[
-            str | None, typer.Option(help="A named configuration of the method to start from.")
+            str,
+            typer.Option(
+                help="A named configuration of the method to start from. 'auto': the one that "
+                "suits the data's public facts, the budget and the device; 'none': the defaults."
+            ),
         ],
-        None,
+        "auto",
     ),
     "set_": (Set, None),
 }
@@ -241,10 +245,10 @@ def synth(
     that was interrupted is taken up where it stopped when the same command is given again.
     """
     with _progress(quiet) as progress:
-        method = _method(how)
+        dataset = _open(data, declared, progress)
         folder, statement = jobs.synth(
-            _open(data, declared, progress),
-            method,
+            dataset,
+            _method(how, dataset.public, spending),
             output,
             overwrite=overwrite,
             progress=progress,
@@ -254,7 +258,15 @@ def synth(
         return _print_json({"release": str(folder), "statement": statement.to_json()})
     out.print(statement.paragraph())
     out.print(f"\nWritten to {folder}")
-    out.print(f"Look at {folder / 'contact_sheet.png'}, or run: understudy verify {folder}")
+    look = next(
+        (
+            folder / name
+            for name in ("contact_sheet.png", "synthetic.csv")
+            if (folder / name).exists()
+        ),
+        folder,
+    )
+    out.print(f"Look at {look}, or run: understudy verify {folder}")
 
 
 @app.command(rich_help_panel="Make")
@@ -272,13 +284,13 @@ def fit(
     """Spend the budget and keep the noisy signals; make the set later, as often as you like.
 
     Example:
-        understudy fit scans/ --method ldpdc --epsilon 1 -o signals/
+        understudy fit scans/ --epsilon 1 -o signals/
     """
     with _progress(quiet) as progress:
-        method = _method(how)
+        dataset = _open(data, declared, progress)
         folder, statement = jobs.signals(
-            _open(data, declared, progress),
-            method,
+            dataset,
+            _method(how, dataset.public, spending),
             output,
             overwrite=overwrite,
             progress=progress,
@@ -331,6 +343,7 @@ def plan(
     ] = None,
     epsilon: Epsilon = None,
     delta: Delta = 1e-5,
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Price a method on a dataset's public facts. Nothing is spent.
@@ -353,7 +366,9 @@ def plan(
         )
     else:
         raise BadConfiguration("Give DATA, or --shape and --class-sizes.")
-    priced = jobs.plan(public, _method(how), budget=_budget(epsilon, delta), delta=delta)
+    spending = {"epsilon": epsilon, "delta": delta, "device": device}
+    method = _method(how, public, spending)
+    priced = jobs.plan(public, method, budget=_budget(epsilon, delta), delta=delta)
     if as_json:
         return _print_json(priced.to_json())
     out.print(priced.describe())
@@ -409,7 +424,11 @@ def evaluate(
         return _print_json({name: score.to_json() for name, score in scores.items()})
     for score in scores.values():
         out.print(str(score))
-    out.print(f"Guessing gives {next(iter(scores.values())).chance:.1%}.")
+    some = next(iter(scores.values()))
+    out.print(
+        f"Always answering the largest class gives {some.chance:.1%}; balanced accuracy of that is "
+        f"{1 / len(some.confusion):.1%}."
+    )
 
 
 @app.command(rich_help_panel="Look")
@@ -604,8 +623,17 @@ def _spending(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _method(how: Mapping[str, Any]) -> jobs.Method:
-    return jobs.configure(how["method"], _assignments(how["set_"]), preset=how["preset"])
+def _method(
+    how: Mapping[str, Any], public: jobs.Public, spending: Mapping[str, Any]
+) -> jobs.Method:
+    return jobs.configure(
+        how["method"],
+        _assignments(how["set_"]),
+        preset=None if how["preset"] == "none" else how["preset"],
+        public=public,
+        budget=_budget(spending["epsilon"], spending["delta"]),
+        engine=jobs.Engine(device=spending["device"]),
+    )
 
 
 def _assignments(texts: list[str] | None) -> dict[str, Any]:

@@ -35,6 +35,9 @@ from understudy.report import Entry, gather
 from understudy.report import write as write_report
 from understudy.run import evaluate, fit, synthesise
 
+DEFAULT_METHOD = "whole-set"
+AUTO = "auto"
+
 # Making
 
 
@@ -93,11 +96,24 @@ def resynthesise(
 
 
 def configure(
-    name: str, values: Mapping[str, Any] | None = None, *, preset: str | None = None
+    name: str = DEFAULT_METHOD,
+    values: Mapping[str, Any] | None = None,
+    *,
+    preset: str | None = None,
+    public: Public | None = None,
+    budget: Budget | None = None,
+    engine: Engine | None = None,
 ) -> Method:
-    """Build a method by name, from a preset if given, with some fields set."""
+    """Build a method by name, from a preset if given, with some fields set.
+
+    ``preset="auto"`` takes the one that suits the ``public`` facts, the budget and the device.
+    """
     kind = method_named(name)
     base: Mapping[str, Any] = {}
+    if preset == AUTO:
+        if public is None:
+            raise BadConfiguration("preset='auto' needs the public facts of the data.")
+        preset = kind.suited(public, budget, engine or Engine())
     if preset is not None:
         if preset not in kind.presets:
             raise UnknownName(f"preset of {name}", preset, kind.presets)
@@ -475,6 +491,7 @@ __all__ = [
     "Method",
     "Priced",
     "PrivateDataset",
+    "Public",
     "Release",
     "Verification",
     "account",

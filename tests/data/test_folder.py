@@ -26,7 +26,6 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from understudy.data import folder as module
 from understudy.data import pictures
 from understudy.data.folder import load, save
 from understudy.data.synthetic import SyntheticSet

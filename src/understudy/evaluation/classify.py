@@ -231,7 +231,10 @@ class Scores:
         else:
             spread = f"95 % interval {self.interval[0]:.2%} to {self.interval[1]:.2%}"
             spread += f", {len(self.seeds)} seeds"
-        return f"{self.network}, {self.protocol}: {self.accuracy:.2%} ({spread})"
+        told = f"{self.network}, {self.protocol}: {self.accuracy:.2%} ({spread})"
+        if self.chance > 1.5 / len(self.confusion):
+            told += f"; balanced {self.balanced_accuracy:.2%}"
+        return told
 
 
 def train_and_test(

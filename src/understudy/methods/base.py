@@ -83,6 +83,11 @@ class Method(abc.ABC):
     ) -> SyntheticSet:
         """Make the synthetic set. Post-processing: free, and repeatable with other settings."""
 
+    @classmethod
+    def suited(cls, public: Public, budget: Budget | None, engine: Engine) -> str | None:
+        """Name the preset that suits these public facts; None for the plain defaults."""
+        return None
+
     def epsilon(
         self, public: Public, delta: float = 1e-5, accountant: Accountant = Accountant.PLD
     ) -> float:

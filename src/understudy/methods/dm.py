@@ -77,7 +77,7 @@ class DM(Matching):
         if budget.epsilon != float("inf"):
             raise BadConfiguration(
                 f"DM is not private, so no noise makes it meet {budget}. Choose 'ndpdc', "
-                "'whole_set' or 'dosser', or give epsilon=inf and keep the result to yourself."
+                "'whole-set' or 'dosser', or give epsilon=inf and keep the result to yourself."
             )
         return self
 

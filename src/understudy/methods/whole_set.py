@@ -14,6 +14,7 @@ from understudy.data.synthetic import SyntheticSet
 from understudy.engine import Engine, Progress, silent
 from understudy.methods.base import Preset
 from understudy.methods.matching import Matching, Optimisation, Watch, measure_signals, optimise
+from understudy.privacy.accounting import Budget
 from understudy.privacy.events import Plan, Query, Step
 from understudy.privacy.gate import Gate
 from understudy.privacy.public import Public
@@ -49,13 +50,24 @@ class WholeSet(Matching):
     one clipped vector to one class), which equals one Gaussian with ``noise_multiplier``.
     """
 
-    name: ClassVar[str] = "whole_set"
+    name: ClassVar[str] = "whole-set"
     title: ClassVar[str] = "Whole-set feature matching"
     source: ClassVar[str] = (
         "understudy's own plan; loss of Zheng and Li 2024, Algorithm 2; decoupled optimisation of "
         "Dosser, Section 3.2; partition and expand of IDM (Zhao et al. 2023)"
     )
     departures: ClassVar[tuple[str, ...]] = ()
+
+    _PIXELS: ClassVar[Mapping[str, Any]] = {
+        "features": "pixels",
+        "clip_norm": 4.0,
+        "augmentation": "",
+        "queries": 1,
+        "expand": False,
+        "learning_rate": 0.002,
+        "start": 0.5,
+        "steps": 300,
+    }
 
     presets: ClassVar[Mapping[str, Preset]] = {
         "gray": Preset(
@@ -78,20 +90,15 @@ class WholeSet(Matching):
             "minutes of one core: 2.5 measuring, 2.7 optimising, 1.8 training the classifier. "
             "Width, queries and steps were set by the time they take.",
         ),
-        "digits": Preset(
-            {
-                "features": "pixels",
-                "clip_norm": 4.0,
-                "augmentation": "",
-                "queries": 1,
-                "expand": False,
-                "learning_rate": 0.002,
-                "start": 0.5,
-                "steps": 300,
-            },
+        "small": Preset(
+            _PIXELS,
             "For about a hundred 8x8 pictures a class: one noisy mean of the pixels, since noise "
             "leaves room for no more. Chosen on scikit-learn's digits, a public benchmark, by "
-            "accuracy there: 88 % at epsilon 1 (sd 1.5 over four releases, quick protocol; 0.5 s).",
+            "accuracy there: see docs/results.md.",
+        ),
+        "table": Preset(
+            {**_PIXELS, "images_per_class": 50},
+            "The same for tables: one noisy mean of the encoded cells.",
         ),
     }
     miniature: ClassVar[Mapping[str, Any]] = {
@@ -116,6 +123,24 @@ class WholeSet(Matching):
         self._require(self.steps >= 1, f"steps is {self.steps}; at least 1")
         self._require(self.start > 0, f"start must be positive: {self.start}")
 
+    @classmethod
+    def suited(cls, public: Public, budget: Budget | None, engine: Engine) -> str | None:
+        """Choose by class sizes, channels and device; never by an accuracy on the records.
+
+        Where the rule leaves no room for even one query of network features, pixels are asked
+        instead. A CPU gets the laptop's network.
+        """
+        if public.counts is None:
+            return None
+        if not public.is_image:
+            return "table"
+        plain = cls() if budget is None else cls().calibrated(public, budget)
+        if min(public.shape[1:]) < 8 or plain.reach(public) < 1:
+            return "small"
+        if engine.torch_device.type == "cpu":
+            return "laptop"
+        return "gray" if public.shape[0] == 1 else "color"
+
     def rule(self, public: Public) -> int:
         """Choose I: the most queries whose noise stays a fifth of what they measure.
 
@@ -126,11 +151,14 @@ class WholeSet(Matching):
         on MNIST and Fashion-MNIST, public benchmarks (design, section 8). On a user's records
         only the declared sizes, the network's width and the budget enter, never an accuracy.
         """
+        return min(max(math.floor(self.reach(public)), FEWEST), MOST)
+
+    def reach(self, public: Public) -> float:
+        """Return how many queries keep the noise a fifth of what they measure."""
         if self.noise_multiplier == 0:
             return MOST
-        reach = RELATIVE_NOISE * min(public.sizes) / self.noise_multiplier
-        count = math.floor(reach**2 / self.extractor(public).features)
-        return min(max(count, FEWEST), MOST)
+        share = RELATIVE_NOISE * min(public.sizes) / self.noise_multiplier
+        return share**2 / self.extractor(public).features
 
     def query(self, public: Public) -> Query:
         """Ask for the class sums over every record."""
