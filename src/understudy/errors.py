@@ -47,7 +47,7 @@ class UnknownName(UsageError):
         super().__init__(f"There is no {kind} '{name}'.{hint} Known: {', '.join(self.known)}.")
 
 
-class BadConfiguration(UsageError):
+class BadConfiguration(UsageError, ValueError):
     """A method, query or option was given a value that makes no sense."""
 
 

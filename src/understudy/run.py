@@ -165,7 +165,10 @@ def evaluate(
     engine: Engine | None = None,
     progress: Progress = silent,
 ) -> Scores:
-    """Train on the synthetic set, test on real held-out records. Last epoch, never the best."""
+    """Train on the synthetic set, test on real held-out records. Last epoch, never the best.
+
+    ``network`` replaces the protocol's own; tables get the MLP unless told otherwise.
+    """
     if tuple(heldout.classes) != synthetic.public.classes:
         raise BadConfiguration(
             f"The test set has classes {heldout.classes}; the synthetic set "
@@ -176,6 +179,8 @@ def evaluate(
             f"Test records have shape {tuple(heldout.images.shape[1:])}; synthetic ones "
             f"{synthetic.public.shape}. Read the test set with the same preparation."
         )
+    if network is None and not synthetic.public.is_image:
+        network = "mlp"
     return train_and_test(
         synthetic.images,
         synthetic.labels,

@@ -266,7 +266,7 @@ def train_and_test(
     images, labels = _checked("synthetic", images, labels, classes)
     test_images, test_labels = _checked("test", test_images, test_labels, classes)
     if images.shape[1:] != test_images.shape[1:]:
-        raise ValueError(
+        raise BadConfiguration(
             f"Synthetic records have shape {tuple(images.shape[1:])}, test records "
             f"{tuple(test_images.shape[1:])}."
         )
@@ -332,24 +332,24 @@ def _protocol(protocol: Protocol | str) -> Protocol:
 def _checked(which: str, images: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """Return images and integer labels, or say what is wrong with them."""
     if images.dim() not in (2, 4) or not images.is_floating_point():
-        raise ValueError(
+        raise BadConfiguration(
             f"The {which} images must be floating point, (n, C, H, W) or (n, F), not "
             f"{images.dtype} of shape {tuple(images.shape)}."
         )
     if labels.shape != images.shape[:1] or labels.is_floating_point():
-        raise ValueError(
+        raise BadConfiguration(
             f"The {which} labels must be {images.shape[0]} integers, not {labels.dtype} of shape "
             f"{tuple(labels.shape)}."
         )
     if images.shape[0] == 0:
-        raise ValueError(f"The {which} set is empty.")
+        raise BadConfiguration(f"The {which} set is empty.")
     if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise ValueError(
+        raise BadConfiguration(
             f"The {which} labels run from {int(labels.min())} to {int(labels.max())}, but there "
             f"are {classes} classes, 0 to {classes - 1}."
         )
     if not bool(images.isfinite().all()):
-        raise ValueError(f"The {which} images have entries that are not finite.")
+        raise BadConfiguration(f"The {which} images have entries that are not finite.")
     return images, labels.long()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from understudy.errors import UnknownName
+from understudy.errors import BadConfiguration, UnknownName
 from understudy.nets.convnet import ConvNet, instance_norm
 from understudy.nets.draw import materialise
 
@@ -26,13 +26,13 @@ Shape = tuple[int, ...]
 def _image(name: str, shape: Shape) -> tuple[int, int, int]:
     """Return the shape as (channels, height, width), or say why it is not one we can take."""
     if len(shape) != 3:
-        raise ValueError(
+        raise BadConfiguration(
             f"The network '{name}' takes images (channels, height, width), not shape "
             f"{tuple(shape)}. For a table use 'mlp'."
         )
     channels, height, width = shape
     if channels < 1 or min(height, width) < 8:
-        raise ValueError(
+        raise BadConfiguration(
             f"The network '{name}' needs images of at least 8x8 pixels, not {height}x{width}; "
             "enlarge them, or use 'mlp'."
         )
@@ -248,7 +248,7 @@ def build(
     if name not in NETWORKS:
         raise UnknownName("network", name, NETWORKS)
     if classes < 2:
-        raise ValueError(f"A classifier needs two classes or more, not {classes}.")
+        raise BadConfiguration(f"A classifier needs two classes or more, not {classes}.")
     with torch.device("meta"):
         net = NETWORKS[name](tuple(shape), classes)
     for place, part in enumerate(net.modules()):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from understudy.errors import BadConfiguration
 from understudy.nets.draw import materialise
 
 __all__ = ["ConvNet", "default_depth", "halve", "instance_norm", "random_convnet"]
@@ -63,16 +64,20 @@ class ConvNet(nn.Module):
     ) -> None:
         super().__init__()
         if len(shape) != 3:
-            raise ValueError(
+            raise BadConfiguration(
                 f"ConvNet takes images (channels, height, width), not {tuple(shape)}. "
                 "For a table use the network 'mlp'."
             )
         channels, rows, columns = shape
         if min(rows, columns) < 8:
-            raise ValueError(f"ConvNet needs images of at least 8x8 pixels, not {rows}x{columns}.")
+            raise BadConfiguration(
+                f"ConvNet needs images of at least 8x8 pixels, not {rows}x{columns}."
+            )
         depth = default_depth(rows, columns) if depth is None else depth
         if depth < 1 or width < 1:
-            raise ValueError(f"ConvNet needs depth and width of 1 or more, not {depth}, {width}.")
+            raise BadConfiguration(
+                f"ConvNet needs depth and width of 1 or more, not {depth}, {width}."
+            )
         margin = 3 if (rows, columns) == (28, 28) else 1
         rows, columns = rows + 2 * (margin - 1), columns + 2 * (margin - 1)
         self.convolutions, self.norms = nn.ModuleList(), nn.ModuleList()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from understudy.errors import UnknownName
+from understudy.errors import BadConfiguration, UnknownName
 
 __all__ = ["FAMILIES", "AugmentParams", "Augmentation", "apply"]
 
@@ -64,7 +64,7 @@ class Augmentation:
             if name not in FAMILIES[1:]:
                 raise UnknownName("augmentation family", name, FAMILIES[1:])
         if len(set(self.families)) != len(self.families):
-            raise ValueError(f"The strategy '{self.strategy}' names a family twice.")
+            raise BadConfiguration(f"The strategy '{self.strategy}' names a family twice.")
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -93,7 +93,9 @@ class Augmentation:
             generator = torch.Generator().manual_seed(seed)
         height, width = size
         if min(height, width) < 2:
-            raise ValueError(f"Augmentation needs pictures of at least 2x2 pixels, not {size}.")
+            raise BadConfiguration(
+                f"Augmentation needs pictures of at least 2x2 pixels, not {size}."
+            )
         # Always the same numbers for a draw, whichever family uses them.
         choice, *u = torch.rand(10, n, generator=generator, dtype=torch.float64)
 
@@ -173,7 +175,9 @@ def apply(images: Tensor, params: AugmentParams) -> Tensor:
         return apply(images[None], one)[0]
     n, draws = images.shape[0], params.color.shape[0]
     if draws not in (1, n):
-        raise ValueError(f"{draws} draws for {n} pictures: give one for all, or one for each.")
+        raise BadConfiguration(
+            f"{draws} draws for {n} pictures: give one for all, or one for each."
+        )
     occurring = _families_in(params)
     if occurring <= {"none"}:
         return images

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from understudy.errors import BadConfiguration
+
 __all__ = ["Subspace", "low_frequencies", "principal", "project", "random_fields"]
 
 _OVERSAMPLING = 8
@@ -38,7 +40,7 @@ def principal(features: Tensor, count: int, generator: torch.Generator) -> Subsp
     """
     n, width = features.shape
     if not 1 <= count <= min(n, width):
-        raise ValueError(f"{n} vectors of {width} features do not span {count} directions.")
+        raise BadConfiguration(f"{n} vectors of {width} features do not span {count} directions.")
     rows = features.double()
     mean = rows.mean(0)
     rows = rows - mean
@@ -62,7 +64,7 @@ def low_frequencies(shape: tuple[int, ...], count: int) -> Tensor:
     """
     channels, height, width = shape
     if not 1 <= count <= channels * height * width:
-        raise ValueError(f"Pictures {shape} have no {count} directions.")
+        raise BadConfiguration(f"Pictures {shape} have no {count} directions.")
     grid = (torch.arange(height)[:, None] / height) ** 2 + (torch.arange(width) / width) ** 2
     order = grid.flatten().argsort(stable=True)
     flat = torch.kron(_cosines(height), _cosines(width))[order]  # (H W, H W), a pattern a row
