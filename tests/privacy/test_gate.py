@@ -84,6 +84,14 @@ def test_sums_are_right() -> None:
         )
 
 
+def test_a_query_keeps_the_shape_of_its_contributions() -> None:
+    query = whole(1.0)
+    with gate_for(little(8), Plan(Step(query, 2))) as gate:
+        gate.noisy_sum(query, flat)
+        with pytest.raises(BadConfiguration, match="contributions of shape"):
+            gate.noisy_sum(query, lambda x, y: x.reshape(-1)[:3])
+
+
 def test_an_empty_batch_is_answered_like_any_other() -> None:
     data = private(np.zeros((4, 1, 2, 2), np.uint8), np.arange(4) % 2, counts=(10**6, 10**6))
     query = Query(name="rare", bound=1.0, noise_multiplier=1.0, expected_batch=1, per_class=True)

@@ -14,9 +14,10 @@ from understudy.methods.dm import DM
 from understudy.methods.dosser import Dosser
 from understudy.methods.ldpdc import LDPDC
 from understudy.methods.ndpdc import NDPDC
+from understudy.methods.psg import PSG
 from understudy.methods.whole_set import WholeSet
 
-BUILT_IN: tuple[type[Method], ...] = (LDPDC, DM, NDPDC, Dosser, WholeSet)
+BUILT_IN: tuple[type[Method], ...] = (LDPDC, DM, NDPDC, Dosser, PSG, WholeSet)
 
 
 def registered() -> dict[str, type[Method]]:
@@ -40,6 +41,7 @@ __all__ = [
     "DM",
     "LDPDC",
     "NDPDC",
+    "PSG",
     "Dosser",
     "Method",
     "WholeSet",

@@ -215,6 +215,7 @@ class Gate:
         self._records, self._plan, self._before = records, plan, before
         self._secret, self._progress = secret, progress
         self._left = {step.query: step.times for step in plan}
+        self._shapes: dict[Query, tuple[int, ...]] = {}
         self._asked = 0
         self._total = sum(step.times for step in plan)
 
@@ -330,19 +331,22 @@ class Gate:
             images = images.float().div_(127.5).sub_(1.0)
         return images, labels
 
-    def _probe(self, contribution: Contribution) -> tuple[int, ...]:
-        """Learn the shape of a contribution from a blank record, which is nobody's."""
+    def _probe(self, query: Query, contribution: Contribution) -> tuple[int, ...]:
+        """Learn the shape of a query's contributions from a blank record, which is nobody's."""
+        if query in self._shapes:
+            return self._shapes[query]
         device = self.engine.torch_device
         blank = torch.zeros(1, *self.public.shape, device=device)
         rows = torch.func.vmap(contribution)(blank, torch.zeros(1, dtype=torch.long, device=device))
-        return tuple(rows.shape[1:])
+        self._shapes[query] = tuple(rows.shape[1:])
+        return self._shapes[query]
 
     def _clipped_sum(
         self, query: Query, contribution: Contribution, chosen: npt.NDArray[np.intp]
     ) -> tuple[npt.NDArray[np.float64], tuple[int, ...], float]:
         if query.unit != "record":
             raise BadConfiguration(f"Query '{query.name}' asks shards: use Shards.noisy_sum.")
-        shape = self._probe(contribution)
+        shape = self._probe(query, contribution)
         width = math.prod(shape)
         step = grid(query.bound, query.stddev, self._declared_size)
         groups = len(self.public.classes) if query.per_class else 1
@@ -357,7 +361,13 @@ class Gate:
         vectorised = torch.func.vmap(contribution, randomness="error")
         for first in range(0, len(chosen), chunk):
             images, labels = self._load(chosen[first : first + chunk])
-            rows = clip(vectorised(images, labels).reshape(len(images), width), query.bound, step)
+            rows = vectorised(images, labels)
+            if tuple(rows.shape[1:]) != shape:
+                raise BadConfiguration(
+                    f"Query '{query.name}' gave contributions of shape {shape} before and of "
+                    f"{tuple(rows.shape[1:])} now."
+                )
+            rows = clip(rows.reshape(len(images), width), query.bound, step)
             group = labels if query.per_class else torch.zeros_like(labels)
             total.index_add_(0, group, rows)
         sums = total.cpu().numpy() * step

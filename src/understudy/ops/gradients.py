@@ -1,0 +1,108 @@
+"""Take gradients of a classifier's loss, one record at a time, and compare them row by row.
+
+PSG (Chen et al. 2022) matches the gradient of a synthetic set, which is public, to a noisy sum of
+clipped gradients of records. Parameters are passed as plain dictionaries, as
+``torch.func.functional_call`` takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+from torch.nn import functional as F
+
+__all__ = ["batch_gradient", "gradient_of_one", "matched", "row_distance", "split"]
+
+Parameters = Mapping[str, Tensor]
+
+FLOOR = 1e-6
+"""Added to the product of two norms in a cosine: as in PSG's code, so a zero row has cosine 0."""
+
+
+CPU_PIXELS = 16 * 32 * 32
+"""A CPU is faster on a few images at a time, whose activations stay in its cache."""
+
+
+def matched(parameters: Parameters) -> tuple[str, ...]:
+    """Name what :func:`row_distance` looks at: weights, of two dimensions or more."""
+    return tuple(name for name, value in parameters.items() if value.dim() >= 2)
+
+
+def gradient_of_one(
+    net: nn.Module, parameters: Parameters, names: Sequence[str]
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the map from ONE record to its gradient: what the gate sums (Algorithm 2, line 15).
+
+    The gradient of the cross entropy with respect to the named parameters, as one vector in their
+    order. The others are held fixed. Made for ``torch.func.vmap``: nothing here mixes records.
+    """
+    values = {name: value.detach() for name, value in parameters.items()}
+    fixed = {name: value for name, value in values.items() if name not in names}
+
+    def loss(moving: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        logits = functional_call(net, {**moving, **fixed}, (image[None],))
+        return F.cross_entropy(logits, label[None])
+
+    slopes = grad(loss)
+
+    def gradient(image: Tensor, label: Tensor) -> Tensor:
+        parts = slopes({name: values[name] for name in names}, image, label)
+        return torch.cat([parts[name].flatten() for name in names])
+
+    return gradient
+
+
+def split(vector: Tensor, parameters: Parameters, names: Sequence[str]) -> dict[str, Tensor]:
+    """Cut a vector in the order of :func:`gradient_of_one` back into named tensors."""
+    sizes = [parameters[name].numel() for name in names]
+    parts = torch.split(vector, sizes)
+    return {name: part.view_as(parameters[name]) for name, part in zip(names, parts, strict=True)}
+
+
+def batch_gradient(
+    net: nn.Module,
+    parameters: Parameters,
+    images: Tensor,
+    labels: Tensor,
+    names: Sequence[str],
+    *,
+    create_graph: bool = False,
+) -> dict[str, Tensor]:
+    """Return the gradient of the mean cross entropy of a batch, by name.
+
+    With ``create_graph`` it can be differentiated again, by the images or whatever made them.
+    """
+    moving = {name: parameters[name].detach().requires_grad_() for name in names}
+    pieces = torch.split(images, _at_once(images))
+    logits = torch.cat([functional_call(net, {**parameters, **moving}, (x,)) for x in pieces])
+    slopes = torch.autograd.grad(
+        F.cross_entropy(logits, labels), list(moving.values()), create_graph=create_graph
+    )
+    return dict(zip(names, slopes, strict=True))
+
+
+def _at_once(images: Tensor) -> int:
+    """Return how many images go through a network together: on a CPU few, for its cache's sake."""
+    if images.device.type != "cpu" or images.dim() != 4:
+        return max(1, len(images))
+    return max(1, CPU_PIXELS // (images.shape[-2] * images.shape[-1]))
+
+
+def row_distance(ours: Parameters, theirs: Parameters) -> Tensor:
+    """Return PSG's distance of two gradients (supplement, Section B).
+
+    ``sum over layers, sum over output rows of 1 - A_i . B_i / (||A_i|| ||B_i|| + 1e-6)``. Only
+    tensors of two dimensions or more that both have count; a row is a tensor's first index. The
+    distance does not change with the length of a row, up to the 1e-6.
+    """
+    pairs = [(a, theirs[name]) for name, a in ours.items() if a.dim() >= 2 and name in theirs]
+    return torch.stack([_layer(a.flatten(1), b.flatten(1)) for a, b in pairs]).sum()
+
+
+def _layer(a: Tensor, b: Tensor) -> Tensor:
+    norms = torch.linalg.vector_norm(a, dim=1) * torch.linalg.vector_norm(b, dim=1)
+    distance: Tensor = (1 - (a * b).sum(dim=1) / (norms + FLOOR)).sum()
+    return distance
