@@ -186,7 +186,7 @@ def test_every_command_teaches(run: Run) -> None:
     code, out, _ = run("--help")
     commands = re.findall(r"^│ (\w+) ", out, flags=re.M)
     assert {"synth", "plan", "fit", "synthesise", "evaluate", "verify", "ledger"} <= set(commands)
-    for command in ("synth", "fit", "synthesise", "plan", "evaluate", "report", "verify"):
+    for command in ("synth", "fit", "synthesise", "plan", "evaluate", "report", "verify", "audit"):
         code, out, _ = run(command, "--help")
         assert code == 0
         assert f"understudy {command}" in out, f"{command} --help has no example"

@@ -475,6 +475,47 @@ def verify(
 
 
 @app.command(rich_help_panel="Check")
+@takes(how=METHOD)
+def audit(
+    how: dict[str, Any],
+    pool: Annotated[
+        str, typer.Option(help="A public dataset whose test split plays the private records.")
+    ] = "digits",
+    epsilon: Epsilon = None,
+    delta: Delta = 1e-5,
+    quick: Annotated[bool, typer.Option(help="Minutes: fewer runs, weaker bounds.")] = False,
+    runs: Annotated[int, typer.Option(help="Runs with and without the canary.")] = 1000,
+    device: Device = "auto",
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Attack a method with public records: a lower bound on epsilon beside the claim.
+
+    A bound above the claim ends with exit code 4. No private data is read.
+
+    Examples:
+        understudy audit --epsilon 4 --quick
+
+        understudy audit --method ldpdc --set images_per_class=4 --set group_size=10 --epsilon 1
+    """
+    spending = {"epsilon": epsilon, "delta": delta, "device": device}
+    with _progress(quiet) as progress:
+        result = jobs.audit(
+            _method(how, jobs.open_data(pool).public, spending),
+            pool,
+            quick=quick,
+            runs=runs,
+            delta=delta,
+            budget=_budget(epsilon, delta),
+            engine=jobs.Engine(device=device),
+            progress=progress,
+        )
+    if as_json:
+        return _print_json(result.to_json())
+    out.print(str(result), markup=False)
+
+
+@app.command(rich_help_panel="Check")
 @takes(declared=DECLARED)
 def ledger(
     declared: dict[str, Any],

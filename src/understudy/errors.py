@@ -10,6 +10,7 @@ The tree, with the exit code the command line ends with::
     │   └── DatasetAbsent           3   a named dataset is not on this machine; says how to get it
     ├── PrivacyError                4
     │   ├── BudgetExceeded          4   the ledger has too little left; no record was read
+    │   ├── AuditFailed             4   an attack did better than the claim allows (auditing/)
     │   ├── NotPlanned              4   a query outside the plan, or one too many
     │   └── LedgerError             4   the ledger is damaged, locked or made for other terms
     └── ReleaseError                5

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from understudy.data.datasets import DATASETS, open_data, open_heldout
+from understudy.auditing import AuditPool, AuditResult
+from understudy.auditing import audit as run_audit
+from understudy.data.datasets import DATASETS, load_heldout, open_data, open_heldout
 from understudy.data.folder import check_free, load, save
 from understudy.data.verify import Verification
 from understudy.data.verify import verify as verify_folder
@@ -393,6 +395,37 @@ def verify(folder: str | os.PathLike[str], *, ledger: Ledger | None = None) -> V
     return verify_folder(folder, ledger=ledger, replan=replan)
 
 
+def audit(
+    method: Method,
+    pool: str = "digits",
+    *,
+    quick: bool = False,
+    runs: int = 1000,
+    delta: float = 1e-5,
+    budget: Budget | None = None,
+    engine: Engine | None = None,
+    progress: Progress = silent,
+) -> AuditResult:
+    """Attack a method on the test split of a public dataset. Raises AuditFailed above the claim.
+
+    No private data is touched: the auditor plays a holder whose records are the pool.
+    """
+    heldout = load_heldout(pool)
+    records = AuditPool.of(heldout.images, heldout.labels, classes=heldout.classes, name=pool)
+    if budget is not None:
+        method = method.calibrated(records.public, budget)
+        delta = budget.delta
+    return run_audit(
+        method,
+        records,
+        runs=runs,
+        delta=delta,
+        quick=quick,
+        engine=engine,
+        progress=progress,
+    )
+
+
 def summarise(ledger: Ledger) -> dict[str, Any]:
     """Say what a ledger holds."""
     entries = ledger.entries()
@@ -495,6 +528,7 @@ __all__ = [
     "Release",
     "Verification",
     "account",
+    "audit",
     "configure",
     "facts",
     "list_datasets",
