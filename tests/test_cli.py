@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -230,3 +231,31 @@ def test_ctrl_c_leaves_nothing_half_written_and_the_same_command_resumes(
     assert code == 0, err
     code, out, _ = run("ledger", scans, "--json")
     assert [r["finished"] for r in json.loads(out)["runs"]] == [True]
+
+
+def test_progress_counts_up_and_starts_anew_for_each_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rich.console import Console
+
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Screen()
+    monkeypatch.setattr(cli, "errors", Console(file=screen, force_terminal=True, width=120))
+    clock = iter(range(0, 10_000, 3))
+    monkeypatch.setattr(cli.time, "monotonic", lambda: next(clock))
+    with cli._progress(quiet=False) as progress:
+        for done in range(1, 41):
+            progress(done, 40, f"matching loss {done}")
+            time.sleep(0.01)
+        for done in range(1, 11):
+            progress(done, 10, "saving")
+    shown = screen.getvalue()
+    counted = [int(number) for number in re.findall(r"(\d+)/40", shown)]
+    assert counted == sorted(counted)
+    assert max(counted) >= 20
+    with cli._progress(quiet=True) as progress:
+        progress(1, 2, "silent")
+    assert screen.getvalue() == shown

@@ -754,17 +754,18 @@ def _progress(quiet: bool) -> Iterator[Callable[[int, int, str], None]]:
     )
     started = time.monotonic()
     task = bar.add_task("", total=1)
-    running = False
+    running, last = False, (0, 1)
 
     def tick(done: int, total: int, text: str) -> None:
-        nonlocal running, task, started
+        nonlocal running, task, last
         if not running and time.monotonic() - started > 2:
             bar.start()
             running = True
-        if bar.tasks[-1].description != text:
+        if total != last[1] or done < last[0]:  # another stage: its own time left
             bar.remove_task(task)
             task = bar.add_task(text, total=total)
-        bar.update(task, completed=done, total=total)
+        last = (done, total)
+        bar.update(task, completed=done, total=total, description=text)
 
     try:
         yield tick

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from understudy.data.synthetic import SyntheticSet
-from understudy.engine import Engine, Progress, silent
 from understudy.errors import BadConfiguration
 from understudy.methods.base import Preset
-from understudy.methods.matching import Matching, Optimisation, Watch, measure_signals, optimise
+from understudy.methods.matching import Fit, Matching, Optimisation
 from understudy.privacy.accounting import Budget
 from understudy.privacy.events import Event, Plan, Query, Step
-from understudy.privacy.gate import Gate
 from understudy.privacy.public import Public
 from understudy.privacy.release import Release
 
@@ -95,43 +91,17 @@ class DM(Matching):
         """Ask once an iteration."""
         return Plan(Step(self.query(public), times=self.iterations))
 
-    def measure(self, gate: Gate) -> Release:
-        """Sum the features of every iteration's groups."""
-        sums = measure_signals(
-            gate,
-            self.query(gate.public),
-            self.extractor(gate.public, gate.engine),
-            self.iterations,
-        )
-        return self.released(gate, sums)
-
-    def synthesise(
-        self,
-        release: Release,
-        *,
-        engine: Engine | None = None,
-        progress: Progress = silent,
-        checkpoint: str | os.PathLike[str] | None = None,
-        every: int = 1000,
-        watch: Watch | None = None,
-    ) -> SyntheticSet:
+    def fit(self, release: Release) -> Fit:
         """Match the means, once through, in order."""
         sums, sizes = release.signals["sums"], torch.tensor(release.public.sizes)
         expected = sizes.float() if self.group_size is None else self.group_size * sizes.sign()
-        return optimise(
-            sums / expected[:, None],
-            self.signals_of(release, engine),
-            Optimisation(
+        return Fit(
+            targets=sums / expected[:, None],
+            weight=1.0,
+            how=Optimisation(
                 steps=len(sums),
                 learning_rate=self.learning_rate,
                 momentum=self.momentum,
                 expand=self.expand,
             ),
-            images_per_class=self.images_per_class,
-            weight=1.0,
-            clip_norm=self.clip_norm,
-            progress=progress,
-            checkpoint=checkpoint,
-            every=every,
-            watch=watch,
         )

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from understudy.data.synthetic import SyntheticSet
-from understudy.engine import Engine, Progress, silent
 from understudy.methods.base import Preset
-from understudy.methods.matching import Matching, Optimisation, Watch, measure_signals, optimise
+from understudy.methods.matching import Fit, Matching, Optimisation
 from understudy.privacy.events import Plan, Query, Step
-from understudy.privacy.gate import Gate
 from understudy.privacy.public import Public
 from understudy.privacy.release import Release
 
@@ -114,31 +110,12 @@ class Dosser(Matching):
         """Ask I1 times, whatever I2 will be."""
         return Plan(Step(self.query(public), times=self.sampling_iterations))
 
-    def measure(self, gate: Gate) -> Release:
-        """Sample the signals: the noise of each is drawn here and never again."""
-        sums = measure_signals(
-            gate,
-            self.query(gate.public),
-            self.extractor(gate.public, gate.engine),
-            self.sampling_iterations,
-        )
-        return self.released(gate, sums)
-
-    def synthesise(
-        self,
-        release: Release,
-        *,
-        engine: Engine | None = None,
-        progress: Progress = silent,
-        checkpoint: str | os.PathLike[str] | None = None,
-        every: int = 1000,
-        watch: Watch | None = None,
-    ) -> SyntheticSet:
-        """Optimise on stored signals, drawn at random."""
-        return optimise(
-            release.signals["sums"],
-            self.signals_of(release, engine),
-            Optimisation(
+    def fit(self, release: Release) -> Fit:
+        """Optimise on stored signals, drawn at random, for I2 steps."""
+        return Fit(
+            targets=release.signals["sums"],  # (I1, classes, directions)
+            weight=self.group_size,  # L
+            how=Optimisation(
                 steps=self.optimisation_iterations,
                 learning_rate=self.learning_rate,
                 momentum=self.momentum,
@@ -146,11 +123,4 @@ class Dosser(Matching):
                 order="random",
                 expand=self.expand,
             ),
-            images_per_class=self.images_per_class,
-            weight=self.group_size,  # L
-            clip_norm=self.clip_norm,
-            progress=progress,
-            checkpoint=checkpoint,
-            every=every,
-            watch=watch,
         )

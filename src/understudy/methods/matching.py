@@ -13,6 +13,7 @@ a method is a point among them.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import hashlib
@@ -57,6 +58,7 @@ from understudy.privacy.release import Release
 __all__ = [
     "Auxiliary",
     "Extractor",
+    "Fit",
     "Matching",
     "Optimisation",
     "Signal",
@@ -469,6 +471,18 @@ def _in_pieces(signal: Signal, pictures: Tensor, draws: AugmentParams | None) ->
     return torch.cat(parts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Say what images are fitted to: noisy class sums (signals, classes, features), and how.
+
+    ``weight`` is the number of records a target sums up, in the scale of the loss.
+    """
+
+    targets: Tensor
+    weight: float
+    how: Optimisation
+
+
 @dataclass
 class _State:
     """Hold all an optimisation needs to go on: images, velocity, average, steps done."""
@@ -602,6 +616,41 @@ class Matching(Method):
             self.subspace is None or self.auxiliary is not None or self.features == "pixels",
             "a subspace of network features needs auxiliary images: give auxiliary=images, a "
             f"file, or '{Auxiliary.FIELDS}'",
+        )
+
+    @abc.abstractmethod
+    def fit(self, release: Release) -> Fit:
+        """Say what the images are fitted to and how. Post-processing of the release."""
+
+    def measure(self, gate: Gate) -> Release:
+        """Ask for the class sums of every planned signal, each once."""
+        (step,) = self.plan(gate.public)
+        extractor = self.extractor(gate.public, gate.engine)
+        return self.released(gate, measure_signals(gate, step.query, extractor, step.times))
+
+    def synthesise(
+        self,
+        release: Release,
+        *,
+        engine: Engine | None = None,
+        progress: Progress = silent,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int = 1000,
+        watch: Watch | None = None,
+    ) -> SyntheticSet:
+        """Fit images to the stored sums; see :func:`optimise` for checkpoints and watching."""
+        fit = self.fit(release)
+        return optimise(
+            fit.targets,
+            self.signals_of(release, engine),
+            fit.how,
+            images_per_class=self.images_per_class,
+            weight=fit.weight,
+            clip_norm=self.clip_norm,
+            progress=progress,
+            checkpoint=checkpoint,
+            every=every,
+            watch=watch,
         )
 
     def extractor(self, public: Public, engine: Engine | None = None) -> Extractor:

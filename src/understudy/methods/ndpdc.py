@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from understudy.data.synthetic import SyntheticSet
-from understudy.engine import Engine, Progress, silent
 from understudy.methods.base import Preset
-from understudy.methods.matching import Matching, Optimisation, Watch, measure_signals, optimise
+from understudy.methods.matching import Fit, Matching, Optimisation
 from understudy.privacy.events import Plan, Query, Step
-from understudy.privacy.gate import Gate
 from understudy.privacy.public import Public
 from understudy.privacy.release import Release
 
@@ -90,42 +86,16 @@ class NDPDC(Matching):
         """Ask once an iteration; all classes answer together."""
         return Plan(Step(self.query(public), times=self.iterations))
 
-    def measure(self, gate: Gate) -> Release:
-        """Run the private half of every iteration."""
-        sums = measure_signals(
-            gate,
-            self.query(gate.public),
-            self.extractor(gate.public, gate.engine),
-            self.iterations,
-        )
-        return self.released(gate, sums)
-
-    def synthesise(
-        self,
-        release: Release,
-        *,
-        engine: Engine | None = None,
-        progress: Progress = silent,
-        checkpoint: str | os.PathLike[str] | None = None,
-        every: int = 1000,
-        watch: Watch | None = None,
-    ) -> SyntheticSet:
+    def fit(self, release: Release) -> Fit:
         """Run the public half of every iteration: once through the stored sums, in order."""
         sums = release.signals["sums"]  # (I, classes, features)
-        return optimise(
-            sums,
-            self.signals_of(release, engine),
-            Optimisation(
+        return Fit(
+            targets=sums,
+            weight=self.group_size,  # L
+            how=Optimisation(
                 steps=len(sums),
                 learning_rate=self.learning_rate,
                 momentum=self.momentum,
                 expand=self.expand,
             ),
-            images_per_class=self.images_per_class,
-            weight=self.group_size,  # L
-            clip_norm=self.clip_norm,
-            progress=progress,
-            checkpoint=checkpoint,
-            every=every,
-            watch=watch,
         )

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from understudy.data.synthetic import SyntheticSet
-from understudy.engine import Engine, Progress, silent
+from understudy.engine import Engine
 from understudy.methods.base import Preset
-from understudy.methods.matching import Matching, Optimisation, Watch, measure_signals, optimise
+from understudy.methods.matching import Fit, Matching, Optimisation
 from understudy.privacy.accounting import Budget
 from understudy.privacy.events import Plan, Query, Step
-from understudy.privacy.gate import Gate
 from understudy.privacy.public import Public
 from understudy.privacy.release import Release
 
@@ -174,28 +171,13 @@ class WholeSet(Matching):
         """Ask I times."""
         return Plan(Step(self.query(public), times=self.queries or self.rule(public)))
 
-    def measure(self, gate: Gate) -> Release:
-        """Measure each signal once, over all records."""
-        count = self.queries or self.rule(gate.public)
-        extractor = self.extractor(gate.public, gate.engine)
-        return self.released(gate, measure_signals(gate, self.query(gate.public), extractor, count))
-
-    def synthesise(
-        self,
-        release: Release,
-        *,
-        engine: Engine | None = None,
-        progress: Progress = silent,
-        checkpoint: str | os.PathLike[str] | None = None,
-        every: int = 1000,
-        watch: Watch | None = None,
-    ) -> SyntheticSet:
+    def fit(self, release: Release) -> Fit:
         """Match the stored means, at random, with a falling rate."""
         sizes = torch.tensor(release.public.sizes, dtype=torch.float32)
-        return optimise(
-            release.signals["sums"] * (GROUP / sizes)[:, None],
-            self.signals_of(release, engine),
-            Optimisation(
+        return Fit(
+            targets=release.signals["sums"] * (GROUP / sizes)[:, None],
+            weight=GROUP,
+            how=Optimisation(
                 steps=self.steps,
                 learning_rate=self.learning_rate,
                 momentum=self.momentum,
@@ -204,11 +186,4 @@ class WholeSet(Matching):
                 expand=self.expand,
                 start=self.start,
             ),
-            images_per_class=self.images_per_class,
-            weight=GROUP,
-            clip_norm=self.clip_norm,
-            progress=progress,
-            checkpoint=checkpoint,
-            every=every,
-            watch=watch,
         )
