@@ -30,7 +30,7 @@ from understudy.engine import Engine
 from understudy.methods import LDPDC
 from understudy.privacy import Budget, Ledger
 
-ANSWERS = 12
+ANSWERS = 30
 REPORT = struct.Struct("<16sIQ")
 
 
@@ -81,7 +81,7 @@ def main(path: Path, kills: int) -> dict[str, object]:
             for _ in range(rng.randrange(1, ANSWERS + 1)):
                 reports += os.read(reading, REPORT.size)
             longest = max(longest, min(2.0, 1.5 * (time.monotonic() - started)))
-            time.sleep(rng.random() * 0.01)
+            time.sleep(rng.random() * 0.004)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         while part := os.read(reading, 1 << 16):

@@ -253,7 +253,7 @@ def test_killed_at_120_random_instants_nothing_is_under_recorded(tmp_path: Path)
     """See kill_at_random.py for what is checked after each kill."""
     result = run_script("kill_at_random", str(tmp_path / "l.jsonl"), "120")
     assert result["kills"] == 120
-    assert int(str(result["killed while answering"])) >= 40
+    assert int(str(result["killed while answering"])) >= 30
     assert result["violations"] == []
 
 
