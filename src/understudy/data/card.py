@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 from understudy.data.layout import (
     CSV,
@@ -13,6 +12,7 @@ from understudy.data.layout import (
 from understudy.data.synthetic import SyntheticSet
 from understudy.privacy.public import Public
 from understudy.privacy.release import Release
+from understudy.privacy.statement import show_number
 
 
 def data_card(
@@ -208,8 +208,3 @@ def _shape(public: Public) -> str:
 def _inline(text: str) -> str:
     """Keep foreign text from becoming markup: one line, no table cells, no tags."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
-
-
-def show_number(value: float) -> str:
-    """Write a number, or that it is infinite."""
-    return "infinite (not private)" if math.isinf(value) else f"{value:.6g}"

@@ -15,7 +15,6 @@ import pyarrow.csv
 import pyarrow.parquet
 from PIL import Image
 
-from understudy.data.card import show_number
 from understudy.data.folder import (
     checked_files,
     read_recipe,
@@ -46,7 +45,7 @@ from understudy.privacy.accounting import Accountant
 from understudy.privacy.events import Event
 from understudy.privacy.ledger import Ledger, digest
 from understudy.privacy.public import Public
-from understudy.privacy.statement import Statement, assumptions_about
+from understudy.privacy.statement import Statement, assumptions_about, show_number
 
 Replan = Callable[[Mapping[str, Any], Public], tuple[Event, ...]]
 """Plan a recipe again on public facts: ``method_named(...).configured(...).plan(...).events(...)``.

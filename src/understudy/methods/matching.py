@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -50,6 +50,7 @@ from understudy.ops.subspace import (
     project,
     random_fields,
 )
+from understudy.privacy.durable import write_durably
 from understudy.privacy.events import Query
 from understudy.privacy.gate import Gate
 from understudy.privacy.public import Public
@@ -519,15 +520,12 @@ class _State:
 
     def write(self, file: Path, identity: str) -> None:
         """Replace the checkpoint in one step, so that there is always a whole one."""
-        draft = file.with_name(f"{file.name}.{os.getpid()}.draft")
         tensors = {"images": self.images, "velocity": self.velocity, "average": self.average}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        save_file(
+        content = save(
             {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-            draft,
             metadata={"identity": identity, "step": str(self.step)},
         )
-        os.replace(draft, file)
+        write_durably(file, content)
 
     @classmethod
     def read(cls, file: Path, identity: str, first: _State) -> _State:

@@ -173,9 +173,9 @@ class Statement:
     def markdown(self) -> str:
         """Write STATEMENT.md. A function of :meth:`to_json` alone, so it can be checked."""
         rows = [
-            ("epsilon", _number(self.epsilon)),
+            ("epsilon", show_number(self.epsilon)),
             ("delta", f"{self.delta:g}"),
-            ("epsilon of everything from these records", _number(self.total_epsilon)),
+            ("epsilon of everything from these records", show_number(self.total_epsilon)),
             ("accountant", _ACCOUNTANTS[self.accountant]),
             ("adjacency", self.adjacency.value),
             ("unit", self.unit),
@@ -298,7 +298,8 @@ def _factor(epsilon: float) -> str:
     return f"1e+{epsilon / math.log(10):.0f}"
 
 
-def _number(value: float) -> str:
+def show_number(value: float) -> str:
+    """Write a number, or that it is infinite."""
     return "infinite (not private)" if math.isinf(value) else f"{value:.6g}"
 
 
