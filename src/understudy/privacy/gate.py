@@ -127,7 +127,7 @@ class PrivateDataset:
         if len(labels) and not (labels.min() >= 0 and labels.max() < len(public.classes)):
             raise DataError(
                 f"Labels must lie in 0..{len(public.classes) - 1} for {len(public.classes)} "
-                f"classes; found {labels.min()}..{labels.max()}."
+                "classes, and some do not."
             )
         self._records, self.public = records, public
 

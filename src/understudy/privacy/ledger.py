@@ -188,18 +188,16 @@ class Ledger:
 
     def cap(self) -> Budget | None:
         """Return the cap in force."""
-        entries = [e for e in self.entries() if e["kind"] in ("created", "cap")]
-        return _budget(entries[-1]["cap"]) if entries else self._first_cap
+        entries = self.entries()
+        return _cap(entries) if entries else self._first_cap
 
     def spent(self, delta: float | None = None) -> float:
         """Return the epsilon of everything ever reserved."""
         entries = self.entries()
         if not entries:
             return 0.0
-        cap = self.cap()
-        delta = delta or (cap.delta if cap else 1e-5)
-        groups = [_events(e) for e in entries if e["kind"] == "reserved"]
-        accountants = [Accountant(e["accountant"]) for e in entries if e["kind"] == "reserved"]
+        groups, accountants = _granted(entries)
+        delta = delta or _cap(entries).delta
         return total_epsilon(groups, accountants, delta, **_terms(entries[0]))
 
     # Writing
@@ -318,10 +316,8 @@ class Ledger:
         accountant: Accountant,
         by: str,
     ) -> None:
-        cap = _budget([e for e in entries if e["kind"] in ("created", "cap")][-1]["cap"])
-        reserved = [entry for entry in entries if entry["kind"] == "reserved"]
-        groups = [_events(entry) for entry in reserved]
-        accountants = [Accountant(entry["accountant"]) for entry in reserved]
+        cap = _cap(entries)
+        groups, accountants = _granted(entries)
         terms = _terms(entries[0])
         total = total_epsilon([*groups, events], [*accountants, accountant], cap.delta, **terms)
         # The calibration stops within its budget; the slack only forgives the last bit.
@@ -486,6 +482,19 @@ def _terms(created: Mapping[str, Any]) -> dict[str, Any]:
         "adjacency": Adjacency(created["adjacency"]),
         "labels_fixed": created["labels"] == "public",
     }
+
+
+def _cap(entries: Sequence[Mapping[str, Any]]) -> Budget:
+    """Return the cap in force: the newest line that sets one."""
+    return _budget([entry for entry in entries if entry["kind"] in ("created", "cap")][-1]["cap"])
+
+
+def _granted(
+    entries: Sequence[Mapping[str, Any]],
+) -> tuple[list[tuple[Event, ...]], list[Accountant]]:
+    """Return each reservation's events and the accountant that prices it alone."""
+    reserved = [entry for entry in entries if entry["kind"] == "reserved"]
+    return [_events(entry) for entry in reserved], [Accountant(e["accountant"]) for e in reserved]
 
 
 def _events(entry: Mapping[str, Any]) -> tuple[Event, ...]:
