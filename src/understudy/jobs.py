@@ -24,7 +24,7 @@ from understudy.data.verify import verify as verify_folder
 from understudy.engine import Engine, Progress, silent
 from understudy.errors import BadConfiguration, LedgerError, ReleaseError, UnknownName
 from understudy.evaluation.classify import PROTOCOLS, Protocol, Scores, sklearn_scores
-from understudy.methods import Method, method_named, registered
+from understudy.methods import Mechanism, Method, mechanism_named, method_named, registered
 from understudy.privacy.accounting import Accountant, Budget, calibrate, epsilon
 from understudy.privacy.durable import write_durably
 from understudy.privacy.events import Event
@@ -151,7 +151,7 @@ def facts(
 class Priced:
     """Say what a method would ask of a dataset and what that would cost."""
 
-    method: Method
+    method: Mechanism
     public: Public
     delta: float
     events: tuple[Event, ...]
@@ -190,7 +190,7 @@ class Priced:
 
 
 def plan(
-    public: Public, method: Method, *, budget: Budget | None = None, delta: float = 1e-5
+    public: Public, method: Mechanism, *, budget: Budget | None = None, delta: float = 1e-5
 ) -> Priced:
     """Price a method on public facts; with a budget, find the noise first. Reads no record."""
     if budget is not None:
@@ -389,7 +389,7 @@ def verify(folder: str | os.PathLike[str], *, ledger: Ledger | None = None) -> V
     """Check a release: hashes, recomputed epsilon, and the plan its recipe would make."""
 
     def replan(recipe: Mapping[str, Any], public: Public) -> tuple[Event, ...]:
-        method = method_named(recipe["method"]).configured(recipe["configuration"])
+        method = mechanism_named(recipe["method"]).configured(recipe["configuration"])
         return method.plan(public).events(public)
 
     return verify_folder(folder, ledger=ledger, replan=replan)

@@ -18,7 +18,7 @@ from understudy.data.synthetic import SyntheticSet
 from understudy.engine import Engine, Progress, silent
 from understudy.errors import BadConfiguration
 from understudy.evaluation.classify import Protocol, Scores, train_and_test
-from understudy.methods import Method, method_named
+from understudy.methods import Mechanism, Method, method_named
 from understudy.privacy.accounting import Budget, calibrate
 from understudy.privacy.events import Event, Plan, Query, Step
 from understudy.privacy.gate import PrivateDataset
@@ -37,7 +37,7 @@ class DeltaTooLarge(UserWarning):
 
 def fit(
     data: PrivateDataset,
-    method: Method,
+    method: Mechanism,
     *,
     budget: Budget | None = None,
     delta: float = 1e-5,

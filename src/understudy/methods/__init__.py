@@ -1,4 +1,4 @@
-"""The methods, by name. An explicit tuple; other packages add theirs by entry point.
+"""The methods and trainers, by name. Explicit tuples; other packages add theirs by entry point.
 
 A package registers its own with an entry point in the group ``understudy.methods`` whose value
 is a subclass of :class:`~understudy.methods.base.Method`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import metadata
 
 from understudy.errors import UnknownName
-from understudy.methods.base import Method
+from understudy.methods.base import Generative, Mechanism, Method, Trainer
 from understudy.methods.dm import DM
 from understudy.methods.dosser import Dosser
 from understudy.methods.ldpdc import LDPDC
@@ -18,6 +18,8 @@ from understudy.methods.psg import PSG
 from understudy.methods.whole_set import WholeSet
 
 BUILT_IN: tuple[type[Method], ...] = (LDPDC, DM, NDPDC, Dosser, PSG, WholeSet)
+
+TRAINERS: tuple[type[Trainer], ...] = ()
 
 
 def registered() -> dict[str, type[Method]]:
@@ -36,15 +38,28 @@ def method_named(name: str) -> type[Method]:
     return methods[name]
 
 
+def mechanism_named(name: str) -> type[Mechanism]:
+    """Return the method or trainer of that name, or offer the nearest."""
+    for trainer in TRAINERS:
+        if trainer.name == name:
+            return trainer
+    return method_named(name)
+
+
 __all__ = [
     "BUILT_IN",
     "DM",
     "LDPDC",
     "NDPDC",
     "PSG",
+    "TRAINERS",
     "Dosser",
+    "Generative",
+    "Mechanism",
     "Method",
+    "Trainer",
     "WholeSet",
+    "mechanism_named",
     "method_named",
     "registered",
 ]

@@ -1,9 +1,14 @@
 """Say what a method is: a frozen configuration that plans, measures and synthesises.
 
-Writing one: subclass :class:`Method`, declare the parameters as dataclass fields, and fill in
-``plan`` (which noisy sums, how often), ``measure`` (ask them) and ``synthesise`` (make the set
-from the answers). Everything private happens in ``gate.noisy_sum``, which takes a function of ONE
-record; the rest is free. See docs/writing-a-method.md.
+    Mechanism            plan, measure: what is asked of private records
+      Method             synthesise: a set from the answers
+        Generative       sample: as many records as wanted, from a generator in the answers
+      Trainer            classifier: a network from the answers, and no set
+
+Writing one: subclass :class:`Method` (or a sibling), declare the parameters as dataclass fields,
+and fill in ``plan`` (which noisy sums, how often), ``measure`` (ask them) and ``synthesise`` (make
+the set from the answers). Everything private happens in ``gate.noisy_sum``, which takes a function
+of ONE record; the rest is free. See docs/writing-a-method.md.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+from torch import nn
+
 from understudy.data.synthetic import SyntheticSet
 from understudy.engine import Engine, Progress, silent
 from understudy.errors import BadConfiguration, UnknownName
@@ -24,7 +31,7 @@ from understudy.privacy.gate import Gate
 from understudy.privacy.public import Public
 from understudy.privacy.release import Release
 
-M = TypeVar("M", bound="Method")
+M = TypeVar("M", bound="Mechanism")
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,8 @@ class Preset:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method(abc.ABC):
-    """Turn private records into a Release, and a Release into a synthetic set.
+class Mechanism(abc.ABC):
+    """Turn private records into a Release.
 
     ``seed`` is public randomness (networks, augmentations, starting images) and is stored in the
     recipe. Noise and sampling never depend on it.
@@ -76,12 +83,6 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def measure(self, gate: Gate) -> Release:
         """Ask the planned queries. The private side ends with what this returns."""
-
-    @abc.abstractmethod
-    def synthesise(
-        self, release: Release, *, engine: Engine | None = None, progress: Progress = silent
-    ) -> SyntheticSet:
-        """Make the synthetic set. Post-processing: free, and repeatable with other settings."""
 
     @classmethod
     def suited(cls, public: Public, budget: Budget | None, engine: Engine) -> str | None:
@@ -150,6 +151,56 @@ class Method(abc.ABC):
             field.name: None if field.default is dataclasses.MISSING else field.default
             for field in dataclasses.fields(cls)
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(Mechanism):
+    """Turn private records into a Release, and a Release into a synthetic set."""
+
+    @abc.abstractmethod
+    def synthesise(
+        self, release: Release, *, engine: Engine | None = None, progress: Progress = silent
+    ) -> SyntheticSet:
+        """Make the synthetic set. Post-processing: free, and repeatable with other settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generative(Method):
+    """Release a generator: any number of records can be drawn from it, for ever, at no cost."""
+
+    images_per_class: int = 100
+    """How many of each class the set written with the release holds."""
+
+    @abc.abstractmethod
+    def sample(
+        self,
+        release: Release,
+        count: int,
+        *,
+        seed: int = 0,
+        engine: Engine | None = None,
+        progress: Progress = silent,
+    ) -> SyntheticSet:
+        """Draw ``count`` records, classes in equal shares (the first ones get the remainder).
+
+        ``seed`` is public; another one draws other records. Post-processing: free.
+        """
+
+    def synthesise(
+        self, release: Release, *, engine: Engine | None = None, progress: Progress = silent
+    ) -> SyntheticSet:
+        """Draw ``images_per_class`` records of each class, by the recipe's own seed."""
+        count = self.images_per_class * len(release.public.classes)
+        return self.sample(release, count, seed=self.seed, engine=engine, progress=progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer(Mechanism):
+    """Release a classifier. There is no set to look at: the weights are the answer."""
+
+    @abc.abstractmethod
+    def classifier(self, release: Release, *, engine: Engine | None = None) -> nn.Module:
+        """Build the trained network, in evaluation mode: records in, one logit a class out."""
 
 
 def _tupled(value: Any) -> Any:
