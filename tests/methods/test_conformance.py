@@ -19,7 +19,7 @@ from understudy.errors import UnknownName
 from understudy.jobs import verify
 from understudy.methods import Method, registered
 from understudy.privacy import Accountant, Budget, Ledger, PrivateDataset, Secret
-from understudy.privacy.events import Event
+from understudy.privacy.events import Event, Query
 from understudy.privacy.gate import Gate
 from understudy.run import fit, synthesise
 
@@ -133,14 +133,17 @@ def test_one_record_moves_every_answer_by_at_most_its_bound(
     stay are the same, so a non-adaptive method asks the same questions on both.
     """
     sums: list[tuple[float, np.ndarray]] = []
-    real = Gate._clipped_sum
+    real = Gate._answer
 
-    def record(self: Gate, query: Any, contribution: Any, chosen: Any) -> Any:
-        answer = real(self, query, contribution, chosen)
-        sums.append((query.bound, answer[0]))
-        return answer
+    def record(self: Gate, query: Query, total: Any) -> Any:
+        def remembered(turn: int) -> Any:
+            answer = total(turn)
+            sums.append((query.bound * (2 if query.unit == "shard" else 1), answer[0]))
+            return answer
 
-    monkeypatch.setattr(Gate, "_clipped_sum", record)
+        return real(self, query, remembered)
+
+    monkeypatch.setattr(Gate, "_answer", record)
     monkeypatch.setattr("understudy.privacy.ledger.secrets.token_hex", lambda n: "a" * (2 * n))
     method = small(kind)
     fixed_fit(method, few(), tmp_path / "l.jsonl")
@@ -179,20 +182,23 @@ def test_an_interrupted_measurement_is_taken_up_where_it_stopped(
     method, ledger = small(kind), Ledger(tmp_path / "l.jsonl")
     total = sum(step.times for step in method.plan(few().public))
     drawn: list[int] = []
-    real = Gate._clipped_sum
+    real = Gate._answer
 
     class Killed(BaseException):
         pass
 
-    def count(self: Gate, *args: Any) -> Any:
-        if len(drawn) == total // 2 and not died:
-            died.append(True)
-            raise Killed
-        drawn.append(1)
-        return real(self, *args)
+    def count(self: Gate, query: Query, answer: Any) -> Any:
+        def counted(turn: int) -> Any:
+            if len(drawn) == total // 2 and not died:
+                died.append(True)
+                raise Killed
+            drawn.append(1)
+            return answer(turn)
+
+        return real(self, query, counted)
 
     died: list[bool] = []
-    monkeypatch.setattr(Gate, "_clipped_sum", count)
+    monkeypatch.setattr(Gate, "_answer", count)
     with pytest.raises(Killed):
         fit(few(), method, ledger=ledger, engine=CPU)
     fit(few(), method, ledger=ledger, engine=CPU)

@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tests.privacy.checks import flat, whole
 from understudy.engine import Engine
 from understudy.errors import BadConfiguration, DataError, LedgerError
 from understudy.privacy import Budget, Ledger, Plan, Query, Secret, Step
-from understudy.privacy.gate import Records, clip, record_digests
+from understudy.privacy.gate import Records, Shards, clip, record_digests
 
 
 def test_a_private_dataset_shows_its_public_facts_and_nothing_else() -> None:
@@ -183,14 +184,25 @@ def test_memory_mapped_records_give_the_same_answer(tmp_path: Path) -> None:
 def test_shards_vote_with_private_states() -> None:
     data = little(60, seed=3)
     query = Query(name="votes", bound=2.0, noise_multiplier=0.0, unit="shard")
-    with gate_for(data, Plan(Step(query, 2))) as gate:
-        shards = gate.shards(5, lambda i: torch.zeros(4))
-        shards.train(lambda state, x, y: state + len(x))
+
+    def start(numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"seen": torch.zeros(len(numbers), 4), "number": numbers.float()}
+
+    def step(state: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return {**state, "seen": state["seen"] + len(x)}
+
+    with gate_for(data, Plan(Step(query, 4)), chunk=6) as gate:
+        shards = gate.shards(5, start, batch=3)
+        shards.train(step, times=2)
         assert len(shards) == 5
-        sizes = shards.noisy_sum(query, lambda state: state[:1] / 100)
-        assert sizes.value.item() == pytest.approx(0.6, abs=1e-6)
-        clipped = shards.noisy_sum(query, lambda state: state * 1e6)
+        seen = shards.noisy_sum(query, lambda state: state["seen"][:1] / 10)
+        assert seen.value.item() == pytest.approx(3.0, abs=1e-6)
+        clipped = shards.noisy_sum(query, lambda state: state["seen"] * 1e6)
         assert clipped.value.norm() <= 5 * 2.0 + 1e-6
+        numbers = shards.noisy_sum(query, lambda state: state["number"] / 4)
+        assert numbers.value.item() == pytest.approx(2.5, abs=1e-6)
+        tossed = shards.noisy_sum(query, lambda state, coins: coins, coins=(2,))
+        assert tossed.value.min() > 0 and tossed.value.max() < 5
         with pytest.raises(TypeError):
             pickle.dumps(shards)
     with gate_for(data, Plan(Step(query, 1)), recipe={"other": 1}) as gate:
@@ -214,3 +226,23 @@ def test_cuda_gives_the_same_exact_sum(tmp_path: Path) -> None:
         ) as gate:
             answers.append(gate.noisy_sum(query, flat).value.cpu())
     torch.testing.assert_close(*answers)
+
+
+def test_a_shard_draws_its_own_records() -> None:
+    """Without repetition where there are enough, in turn where there are fewer, zeros for none."""
+    images = np.arange(1, 13, dtype=np.float32).reshape(12, 1, 1, 1) / 20
+    data = private(images, np.arange(12) % 2)
+    query = Query(name="votes", bound=1.0, noise_multiplier=1.0, unit="shard")
+    with gate_for(data, Plan(Step(query, 1))) as gate:
+        members = [np.array([0, 3, 5, 7, 9]), np.array([2, 4]), np.array([], dtype=np.intp)]
+        shards = Shards(gate, members, lambda n: {"x": torch.zeros(len(n), 4)}, 4)
+        kept = []
+        for _ in range(20):
+            shards.train(lambda state, x, y: {"x": x.reshape(-1)})
+            kept.append(torch.round(shards._states["x"] * 20).long() - 1)
+        drawn = torch.stack(kept)
+        assert all(len(set(row.tolist())) == 4 for row in drawn[:, 0])
+        assert set(drawn[:, 0].flatten().tolist()) == {0, 3, 5, 7, 9}
+        assert all(sorted(row.tolist()) == [2, 2, 4, 4] for row in drawn[:, 1])
+        assert (drawn[:, 2] == -1).all()
+        assert len({tuple(row.tolist()) for row in drawn[:, 0]}) > 10

@@ -125,20 +125,68 @@ def read_before_charge(patch: pytest.MonkeyPatch) -> None:
 def equal_split_of_shards(patch: pytest.MonkeyPatch) -> None:
     """DataLens' code: records dealt by rank, so one record moves everybody else."""
 
-    def shards(self: gate.Gate, count: int, start: Callable[[int], Any]) -> gate.Shards[Any]:
+    def shards(self: gate.Gate, count: int, start: Any, *, batch: int) -> gate.Shards:
         members = np.array_split(np.arange(len(self._records._labels)), count)
-        return gate.Shards(self, list(members), [start(i) for i in range(count)])
+        return gate.Shards(self, list(members), start, batch)
 
     patch.setattr(gate.Gate, "shards", shards)
 
 
 def round_robin_by_class(patch: pytest.MonkeyPatch) -> None:
-    def shards(self: gate.Gate, count: int, start: Callable[[int], Any]) -> gate.Shards[Any]:
+    def shards(self: gate.Gate, count: int, start: Any, *, batch: int) -> gate.Shards:
         order = np.argsort(self._records._labels, kind="stable")
-        members = [order[i::count] for i in range(count)]
-        return gate.Shards(self, members, [start(i) for i in range(count)])
+        return gate.Shards(self, [order[i::count] for i in range(count)], start, batch)
 
     patch.setattr(gate.Gate, "shards", shards)
+
+
+def shards_shuffled_by_one_stream(patch: pytest.MonkeyPatch) -> None:
+    """Draws come one shard after the other, so a shard's size moves the draws of the next."""
+
+    def draw(self: gate.Shards) -> np.ndarray:
+        stream = self._gate._secret.stream("all shards", self._trained)
+        self._trained += 1
+        rows = []
+        for own in self._members:
+            order = own[np.argsort(stream.uniform(len(own)))] if len(own) else np.array([-1])
+            rows.append(np.resize(order, self._batch))
+        return np.stack(rows)
+
+    patch.setattr(gate.Shards, "_draw", draw)
+
+
+def shards_share_moments(patch: pytest.MonkeyPatch) -> None:
+    """DataLens' code: teachers in one slot share their optimiser's state (fault U3)."""
+    real = gate.Shards.train
+
+    def train(self: gate.Shards, step: Any, times: int = 1) -> None:
+        for _ in range(times):
+            real(self, step)
+            self._states["moment"][:] = self._states["moment"].mean(0)
+
+    patch.setattr(gate.Shards, "train", train)
+
+
+def bare_batches_at_any_price(patch: pytest.MonkeyPatch) -> None:
+    def bare_batch(self: gate.Gate, query: events.Query) -> Any:
+        return self._load(self._include(query, self._take(query)))
+
+    patch.setattr(gate.Gate, "bare_batch", bare_batch)
+
+
+def checkpoint_without_the_count(patch: pytest.MonkeyPatch) -> None:
+    """The state is taken up, and the whole plan may be asked again."""
+
+    def resume(self: gate.Gate) -> Any:
+        kept, self._kept = self._kept, None
+        return None if kept is None else dict(kept.state)
+
+    patch.setattr(gate.Gate, "resume", resume)
+
+
+def checkpoint_passed_over(patch: pytest.MonkeyPatch) -> None:
+    """A run that never looks at its checkpoint draws forgotten answers a second time."""
+    patch.setattr(ledger.Journal, "kept", lambda self: None)
 
 
 def shards_priced_as_records(patch: pytest.MonkeyPatch) -> None:
@@ -175,6 +223,11 @@ MUTANTS: tuple[tuple[Break, Callable[[], None]], ...] = (
     (read_before_charge, checks.charge_comes_before_reading),
     (equal_split_of_shards, checks.one_record_touches_one_shard),
     (round_robin_by_class, checks.one_record_touches_one_shard),
+    (shards_shuffled_by_one_stream, checks.one_record_touches_one_shard),
+    (shards_share_moments, checks.one_record_touches_one_shard),
+    (bare_batches_at_any_price, checks.bare_records_cost_infinity),
+    (checkpoint_without_the_count, checks.a_checkpoint_stands_for_its_answers),
+    (checkpoint_passed_over, checks.a_checkpoint_stands_for_its_answers),
     (shards_priced_as_records, checks.a_shard_costs_double),
     (the_largest_class_sets_the_price, checks.the_smallest_class_sets_the_price),
     (floats_summed_without_a_grid, checks.the_sum_is_exact),

@@ -7,6 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from understudy.privacy.noise import GRID_BITS, Secret, grid, grid_noise
@@ -27,6 +28,18 @@ def test_uniforms_are_uniform_and_below_one() -> None:
     assert draws.min() >= 0
     assert draws.max() < 1
     assert stats.kstest(draws, "uniform").pvalue > 1e-6
+
+
+def test_coins_are_uniform_below_one_and_the_same_however_they_are_grouped() -> None:
+    secret, device = Secret(), torch.device("cpu")
+    draws = secret.stream("c").coins((1000, 1000), device)
+    assert draws.dtype == torch.float32
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    assert stats.kstest(draws.double().flatten().numpy(), "uniform").pvalue > 1e-6
+    stream = secret.stream("c")
+    parts = [stream.coins((500, 1000), device) for _ in range(2)]
+    assert torch.equal(torch.cat(parts), draws)
 
 
 def test_streams_are_independent_and_repeatable() -> None:

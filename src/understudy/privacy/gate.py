@@ -25,7 +25,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from understudy.engine import Engine, Progress, silent
-from understudy.errors import BadConfiguration, DataError, NotPlanned
+from understudy.errors import BadConfiguration, DataError, LedgerError, NotPlanned
 from understudy.privacy.accounting import Budget
 from understudy.privacy.events import Plan, Query
 from understudy.privacy.ledger import Grant, Ledger
@@ -45,7 +45,8 @@ from understudy.privacy.statement import Statement
 Contribution = Callable[[Tensor, Tensor], Tensor]
 """Map ONE record (its values in [-1, 1] and its label, both tensors) to a vector."""
 
-State = TypeVar("State")
+State = dict[str, Tensor]
+"""The states of several shards, stacked along the first index; or of one, without it."""
 
 UNDECLARED_SIZE = 2**24
 """Room for records where class sizes are private and not yet measured."""
@@ -217,6 +218,7 @@ class Gate:
         self._left = {step.query: step.times for step in plan}
         self._shapes: dict[Query, tuple[int, ...]] = {}
         self._asked = 0
+        self._kept = grant.journal.kept()
         self._total = sum(step.times for step in plan)
 
     def noisy_sum(self, query: Query, contribution: Contribution) -> NoisySum:
@@ -232,20 +234,58 @@ class Gate:
         """Count the records of each class, noisily. Each record adds 1 to one count."""
         return self.noisy_sum(query, lambda image, label: torch.ones(()))
 
-    def shards(self, count: int, start: Callable[[int], State]) -> Shards[State]:
+    def bare_batch(self, query: Query) -> tuple[Tensor, Tensor]:
+        """Hand out one planned batch as it is: for algorithms that have no proof.
+
+        Only for a query without noise, whose plan costs infinity: a ledger with a finite cap
+        refuses it before anything is read. Nothing made from such a batch claims a guarantee.
+        """
+        if query.noise_multiplier != 0:
+            raise BadConfiguration(
+                f"Query '{query.name}' is priced with noise, so its records never leave. A bare "
+                "batch needs noise_multiplier 0, which costs an infinite epsilon."
+            )
+        turn = self._take(query)
+        return self._load(self._include(query, turn))
+
+    def shards(self, count: int, start: Callable[[Tensor], State], *, batch: int) -> Shards:
         """Deal the records to ``count`` shards, each with a private state that never leaves.
 
         A record's shard is a secret keyed hash of its own bytes: which shard it meets does not
         depend on any other record, so adding, removing or changing one record touches one shard
-        (a changed record: the two it leaves and enters). ``start(i)`` makes the first state of
-        shard i and sees no record.
+        (a changed record: the two it leaves and enters). ``start(numbers)`` makes the first
+        states of the shards of these numbers, stacked, and sees no record. ``batch`` is how many
+        of its own records a shard sees at a time.
         """
         dealer = self._secret.stream(self.grant.id, "shards")
         places = np.array(
             [dealer.keyed(bytes(row)) % count for row in self._records._digests], dtype=np.int64
         )
         members = [np.flatnonzero(places == shard) for shard in range(count)]
-        return Shards(self, members, [start(shard) for shard in range(count)])
+        return Shards(self, members, start, batch)
+
+    def checkpoint(self, state: Mapping[str, Tensor]) -> None:
+        """Keep public state that stands for every answer so far, and forget those answers.
+
+        For methods whose queries depend on earlier answers over very many turns: the journal
+        then holds only what came after. ``state`` must be a function of answers and public
+        values alone, and a method that calls this begins with :meth:`resume`.
+        """
+        left = {query.name: times for query, times in self._left.items()}
+        self.grant.journal.checkpoint(self._asked, left, state)
+
+    def resume(self) -> dict[str, Tensor] | None:
+        """Take up the last checkpoint of this run, if it was killed after one."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return None
+        if self._asked:
+            raise NotPlanned("A run is resumed before its first query, not in its midst.")
+        left = {query: kept.left.get(query.name, -1) for query in self._left}
+        if min(left.values()) < 0 or self._total - sum(left.values()) != kept.asked:
+            raise LedgerError("The checkpoint of this run does not belong to its plan.")
+        self._left, self._asked = left, kept.asked
+        return {name: value.to(self.engine.torch_device) for name, value in kept.state.items()}
 
     def release(
         self,
@@ -294,6 +334,11 @@ class Gate:
 
     def _take(self, query: Query) -> int:
         """Use up one planned turn, or refuse."""
+        if self._kept is not None:
+            raise NotPlanned(
+                "This run was killed after a checkpoint, so its first answers are no longer kept: "
+                "begin with gate.resume()."
+            )
         if query not in self._left:
             raise NotPlanned(
                 f"Query '{query.name}' is not in the plan, which has "
@@ -389,47 +434,127 @@ def clip(rows: Tensor, bound: float, step: float) -> Tensor:
     return torch.trunc(rows * scale / step)
 
 
-class Shards(Generic[State]):
+class Shards:
     """Train one private state per shard of records and sum what the shards vote.
 
     States never leave: only :meth:`noisy_sum` answers, and it is planned, clipped and noised.
+    ``step`` and ``vote`` are functions of ONE shard, vectorised here with ``torch.func.vmap`` over
+    as many shards at a time as fit, so one shard cannot see another.
     """
 
-    __slots__ = ("_gate", "_members", "_states")
+    __slots__ = ("_batch", "_gate", "_members", "_states", "_trained")
 
     def __init__(
-        self, gate: Gate, members: list[npt.NDArray[np.intp]], states: list[State]
+        self,
+        gate: Gate,
+        members: list[npt.NDArray[np.intp]],
+        start: Callable[[Tensor], State],
+        batch: int,
     ) -> None:
-        self._gate, self._members, self._states = gate, members, states
+        if not members:
+            raise BadConfiguration("There must be at least one shard.")
+        if batch < 1:
+            raise BadConfiguration(f"A shard must see at least one record at a time: {batch}.")
+        self._gate, self._members, self._batch, self._trained = gate, members, batch, 0
+        device = gate.engine.torch_device
+        parts = [start(torch.arange(g.start, g.stop, device=device)) for g in self._groups()]
+        self._states = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        for name, value in self._states.items():
+            if len(value) != len(members):
+                raise BadConfiguration(
+                    f"start() made {len(value)} states '{name}' for {len(members)} shards."
+                )
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self._members)
 
     def __reduce__(self) -> str:
         raise TypeError("The states of shards are private and never leave.")
 
-    def train(self, step: Callable[[State, Tensor, Tensor], State]) -> None:
-        """Replace each shard's state by ``step(state, its images, its labels)``."""
-        for shard, members in enumerate(self._members):
-            images, labels = self._gate._load(members)
-            self._states[shard] = step(self._states[shard], images, labels)
+    def train(self, step: Callable[[State, Tensor, Tensor], State], times: int = 1) -> None:
+        """Replace each shard's state by ``step(state, some of its images, their labels)``.
 
-    def noisy_sum(self, query: Query, vote: Callable[[State], Tensor]) -> NoisySum:
-        """Sum one clipped vote per shard and add noise, once."""
+        The records are drawn at random among the shard's own, without repetition where it has
+        ``batch`` of them and each in turn where it has fewer; a shard without records sees zeros.
+        """
+        vectorised = torch.func.vmap(step, randomness="error")
+        for _ in range(times):
+            chosen = self._draw()
+            for group in self._groups():
+                images, labels = self._load(chosen[group])
+                changed = vectorised(self._of(group), images, labels)
+                for name, value in self._states.items():
+                    value[group] = changed[name].detach()
+
+    def noisy_sum(
+        self, query: Query, vote: Callable[..., Tensor], coins: tuple[int, ...] | None = None
+    ) -> NoisySum:
+        """Sum one clipped vote per shard and add noise, once.
+
+        ``vote(state)``; or with ``coins``, ``vote(state, coins)`` where coins are uniform numbers
+        of that shape, each shard's own. They may randomise a vote; no guarantee rests on them.
+        """
         if query.unit != "shard":
             raise BadConfiguration(f"Query '{query.name}' must declare unit='shard'.")
 
         def total(turn: int) -> tuple[npt.NDArray[np.float64], tuple[int, ...], float]:
             step = grid(query.bound, query.stddev, len(self))
-            sums: Tensor | None = None
+            device = self._gate.engine.torch_device
+            tosses = self._gate._secret.stream(self._gate.grant.id, turn, "coins")
+            vectorised = torch.func.vmap(vote, randomness="error")
+            sums = torch.zeros((), dtype=torch.float64, device=device)
             shape: tuple[int, ...] = ()
-            for state in self._states:
-                ballot = vote(state)
-                shape = tuple(ballot.shape)
-                row = clip(ballot.reshape(1, -1), query.bound, step)[0]
-                sums = row if sums is None else sums + row
-            if sums is None:
-                raise BadConfiguration("There are no shards to ask.")
+            for group in self._groups():
+                voters = group.stop - group.start
+                given: tuple[Any, ...] = (self._of(group),)
+                if coins is not None:
+                    given += (tosses.coins((voters, *coins), device),)
+                ballots = vectorised(*given)
+                shape = tuple(ballots.shape[1:])
+                rows = clip(ballots.reshape(voters, -1), query.bound, step)
+                sums = sums + rows.sum(dim=0)
             return sums.cpu().numpy() * step, shape, step
 
         return self._gate._answer(query, total)
+
+    # The rest is private.
+
+    def _groups(self) -> Iterator[slice]:
+        """Cut the shards into groups, as many at a time as the engine works on together."""
+        at_once = max(1, self._gate.engine.records_at_once // self._batch)
+        for first in range(0, len(self), at_once):
+            yield slice(first, min(first + at_once, len(self)))
+
+    def _of(self, group: slice) -> State:
+        return {name: value[group] for name, value in self._states.items()}
+
+    def _draw(self) -> npt.NDArray[np.intp]:
+        """Choose ``batch`` records for each shard; -1 where it has none.
+
+        The numbers that shuffle shard s come from places r * shards + s of the stream, whatever
+        the sizes of the others, so a record that comes or goes moves no other shard's draw.
+        """
+        sizes = np.array([len(own) for own in self._members])
+        widest, turn = max(1, int(sizes.max())), self._trained
+        self._trained += 1
+        stream = self._gate._secret.stream(self._gate.grant.id, "shard batches", turn)
+        shuffle = stream.uniform(widest * len(self)).reshape(widest, len(self)).T
+        present = np.arange(widest) < sizes[:, None]
+        order = np.argsort(np.where(present, shuffle, 2.0), axis=1, kind="stable")
+        ranks = np.arange(self._batch) % np.maximum(sizes, 1)[:, None]
+        own = np.full((len(self), widest), -1, dtype=np.intp)
+        own[present] = np.concatenate(self._members)
+        chosen: npt.NDArray[np.intp] = np.take_along_axis(
+            own, np.take_along_axis(order, ranks, axis=1), axis=1
+        )
+        return chosen
+
+    def _load(self, chosen: npt.NDArray[np.intp]) -> tuple[Tensor, Tensor]:
+        """Fetch each shard's records; zeros where there are none."""
+        here = chosen.reshape(-1) >= 0
+        some, own = self._gate._load(chosen.reshape(-1)[here])
+        images = some.new_zeros(len(here), *some.shape[1:])
+        labels = own.new_zeros(len(here))
+        images[torch.from_numpy(here).to(images.device)] = some
+        labels[torch.from_numpy(here).to(labels.device)] = own
+        return images.reshape(*chosen.shape, *some.shape[1:]), labels.reshape(chosen.shape)

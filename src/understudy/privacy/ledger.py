@@ -33,7 +33,7 @@ from typing import Any
 
 import platformdirs
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -45,6 +45,7 @@ from understudy.privacy.public import Adjacency, Public
 
 GENESIS = "0" * 64
 LOCK_SECONDS = 120.0
+CHECKPOINT = "checkpoint.safetensors"
 
 
 def state_folder() -> Path:
@@ -107,6 +108,37 @@ class Journal:
     def write(self, turn: int, answer: Tensor) -> None:
         """Keep an answer. Only after this may anybody see it."""
         write_durably(self._path(turn), save({"answer": answer.contiguous()}))
+
+    def checkpoint(self, asked: int, left: Mapping[str, int], state: Mapping[str, Tensor]) -> None:
+        """Keep state that stands for the first answers, then forget them. In this order."""
+        tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+        facts = json.dumps({"asked": asked, "left": dict(left)})
+        write_durably(self.folder / CHECKPOINT, save(tensors, {"counts": facts}))
+        for path in self.folder.glob("answer-*.safetensors"):
+            if path.name < self._path(asked).name:
+                path.unlink()
+
+    def kept(self) -> Kept | None:
+        """Return the last checkpoint, if there is one."""
+        path = self.folder / CHECKPOINT
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = json.loads(file.metadata()["counts"])
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return Kept(int(facts["asked"]), dict(facts["left"]), state)
+        except (SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise LedgerError(f"The checkpoint {path} is damaged: {error}.") from error
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Hold a checkpoint: how many answers it stands for, what is left to ask, and the state."""
+
+    asked: int
+    left: Mapping[str, int]
+    state: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)

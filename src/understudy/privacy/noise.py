@@ -22,7 +22,9 @@ import secrets
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from torch import Tensor
 
 Floats = npt.NDArray[np.float64]
 
@@ -75,6 +77,12 @@ class Stream:
         """Return numbers in [0, 1), each a multiple of 2^-53."""
         uniform: Floats = (self.bits(count) >> np.uint64(11)) * 2.0**-53
         return uniform
+
+    def coins(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return float32 numbers in [0, 1), each a multiple of 2^-24, made on the device."""
+        count = math.prod(shape)
+        words = self.bits((count + 1) // 2).view("<i4")[:count]
+        return ((torch.from_numpy(words.copy()).to(device) >> 8) * 2.0**-24 + 0.5).reshape(shape)
 
     def normal(self, count: int) -> Floats:
         """Return standard normal numbers (Box and Muller 1958)."""
