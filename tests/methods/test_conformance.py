@@ -138,7 +138,7 @@ def test_one_record_moves_every_answer_by_at_most_its_bound(
     def record(self: Gate, query: Query, total: Any) -> Any:
         def remembered(turn: int) -> Any:
             answer = total(turn)
-            sums.append((query.bound * (2 if query.unit == "shard" else 1), answer[0]))
+            sums.append((query.bound * (2 if query.unit == "shard" else 1), answer[0].numpy()))
             return answer
 
         return real(self, query, remembered)

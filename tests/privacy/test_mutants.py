@@ -21,17 +21,17 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 def noise_halved(patch: pytest.MonkeyPatch) -> None:
     real = gate.grid_noise
-    patch.setattr(gate, "grid_noise", lambda s, n, stddev, step: real(s, n, stddev / 2, step))
+    patch.setattr(gate, "grid_noise", lambda s, n, stddev, *on: real(s, n, stddev / 2, *on))
 
 
 def noise_too_large(patch: pytest.MonkeyPatch) -> None:
     real = gate.grid_noise
-    patch.setattr(gate, "grid_noise", lambda s, n, stddev, step: real(s, n, stddev * 1.1, step))
+    patch.setattr(gate, "grid_noise", lambda s, n, stddev, *on: real(s, n, stddev * 1.1, *on))
 
 
 def noise_a_tenth_short(patch: pytest.MonkeyPatch) -> None:
     real = gate.grid_noise
-    patch.setattr(gate, "grid_noise", lambda s, n, stddev, step: real(s, n, stddev * 0.9, step))
+    patch.setattr(gate, "grid_noise", lambda s, n, stddev, *on: real(s, n, stddev * 0.9, *on))
 
 
 def noise_without_the_bound(patch: pytest.MonkeyPatch) -> None:
@@ -56,9 +56,9 @@ def hostile_rows_kept(patch: pytest.MonkeyPatch) -> None:
 def noise_from_a_public_seed(patch: pytest.MonkeyPatch) -> None:
     """DPDC's and Dosser's code: noise from the generator the augmentation reseeds."""
 
-    def draw(stream: object, count: int, stddev: float, step: float) -> np.ndarray:
+    def draw(stream: object, count: int, stddev: float, *on: object) -> torch.Tensor:
         torch.manual_seed(1234)
-        return torch.randn(count, dtype=torch.float64).numpy() * stddev
+        return torch.randn(count, dtype=torch.float64) * stddev
 
     patch.setattr(gate, "grid_noise", draw)
 

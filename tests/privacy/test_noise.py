@@ -12,11 +12,13 @@ from scipy import stats
 
 from understudy.privacy.noise import GRID_BITS, Secret, grid, grid_noise
 
+CPU = torch.device("cpu")
+
 
 def test_normals_are_normal_in_the_middle_and_in_the_tails() -> None:
     """One million draws. Kolmogorov-Smirnov p-value above 1e-6, so one false alarm in a million;
     a tail count beyond 4 within 6 standard deviations of its expectation 63.3."""
-    draws = Secret().stream("test").normal(1_000_000)
+    draws = Secret().stream("test").normal(1_000_000, CPU).numpy()
     assert stats.kstest(draws, "norm").pvalue > 1e-6
     beyond = int((np.abs(draws) > 4).sum())
     expected = 1_000_000 * 2 * stats.norm.sf(4)
@@ -44,9 +46,11 @@ def test_coins_are_uniform_below_one_and_the_same_however_they_are_grouped() -> 
 
 def test_streams_are_independent_and_repeatable() -> None:
     secret = Secret()
-    first, again, other = (secret.stream(*p).normal(50_000) for p in (("a", 1), ("a", 1), ("a", 2)))
+    first, again, other = (
+        secret.stream(*p).normal(50_000, CPU).numpy() for p in (("a", 1), ("a", 1), ("a", 2))
+    )
     assert np.array_equal(first, again)
-    for stranger in (other, Secret().stream("a", 1).normal(50_000)):
+    for stranger in (other, Secret().stream("a", 1).normal(50_000, CPU).numpy()):
         assert abs(np.corrcoef(first, stranger)[0, 1]) < 6 / math.sqrt(50_000)
 
 
@@ -57,7 +61,7 @@ def test_a_stream_does_not_repeat_itself() -> None:
 
 def test_odd_counts_and_none() -> None:
     stream = Secret().stream("x")
-    assert [len(stream.normal(n)) for n in (0, 1, 2, 7)] == [0, 1, 2, 7]
+    assert [len(stream.normal(n, CPU)) for n in (0, 1, 2, 7)] == [0, 1, 2, 7]
 
 
 @pytest.mark.parametrize("stddev", [1e-6, 0.3, 1.0, 7.5, 1e4])
@@ -65,7 +69,7 @@ def test_noise_lies_on_a_grid_much_finer_than_itself(stddev: float) -> None:
     step = grid(stddev, stddev, 100)
     assert math.log2(step) == int(math.log2(step))
     assert step <= stddev * 2.0**-GRID_BITS
-    draws = grid_noise(Secret().stream("n"), 10_000, stddev, step)
+    draws = grid_noise(Secret().stream("n"), 10_000, stddev, step, CPU).numpy()
     assert np.array_equal(np.rint(draws / step), draws / step)
     assert draws.std() == pytest.approx(stddev, rel=0.05)
 

@@ -45,6 +45,7 @@ from understudy.privacy.accounting import Budget, calibrate, epsilon
 from understudy.privacy.events import Event, Query
 from understudy.privacy.gate import (
     Contribution,
+    ExactSum,
     Gate,
     NoisySum,
     PrivateDataset,
@@ -133,13 +134,13 @@ class ObservedGate(Gate):
     def _answer(
         self,
         query: Query,
-        total: Callable[[int], tuple[npt.NDArray[np.float64], tuple[int, ...], float]],
+        total: Callable[[int], ExactSum],
     ) -> NoisySum:
         exact: list[Scores] = []
 
-        def kept(turn: int) -> tuple[npt.NDArray[np.float64], tuple[int, ...], float]:
+        def kept(turn: int) -> ExactSum:
             sums, shape, step = total(turn)
-            exact.append(sums.copy())
+            exact.append(sums.cpu().numpy().copy())
             return sums, shape, step
 
         answer = super()._answer(query, kept)
@@ -156,7 +157,7 @@ class ObservedGate(Gate):
 
     def _unknown_part(self, query: Query, contribution: Contribution) -> Scores:
         unknown = self._chosen[self._chosen >= self._known]
-        return self._clipped_sum(query, contribution, unknown)[0]
+        return self._clipped_sum(query, contribution, unknown)[0].cpu().numpy()
 
     def _contributions(self, query: Query, contribution: Contribution) -> tuple[Scores, Scores]:
         """Work out the candidates' contributions, clipped by the attacker's own hand."""

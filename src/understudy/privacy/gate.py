@@ -45,11 +45,19 @@ from understudy.privacy.statement import Statement
 Contribution = Callable[[Tensor, Tensor], Tensor]
 """Map ONE record (its values in [-1, 1] and its label, both tensors) to a vector."""
 
+ExactSum = tuple[Tensor, tuple[int, ...], float]
+"""A sum without noise, the shape of the answer, and the grid both live on."""
+
 State = dict[str, Tensor]
 """The states of several shards, stacked along the first index; or of one, without it."""
 
 UNDECLARED_SIZE = 2**24
 """Room for records where class sizes are private and not yet measured."""
+
+SHORT = 1 - 2.0**-30
+"""Rows are clipped this much short of the bound: more than a float64 norm can be wrong by."""
+
+CACHED_NUMBERS = 2**18
 
 ROWS_BYTES = 256 * 2**20
 """Bound on the float64 rows of one chunk."""
@@ -224,7 +232,7 @@ class Gate:
     def noisy_sum(self, query: Query, contribution: Contribution) -> NoisySum:
         """Sum clipped contributions of the included records and add noise, once."""
 
-        def total(turn: int) -> tuple[npt.NDArray[np.float64], tuple[int, ...], float]:
+        def total(turn: int) -> ExactSum:
             chosen = self._include(query, turn)
             return self._clipped_sum(query, contribution, chosen)
 
@@ -318,7 +326,7 @@ class Gate:
     def _answer(
         self,
         query: Query,
-        total: Callable[[int], tuple[npt.NDArray[np.float64], tuple[int, ...], float]],
+        total: Callable[[int], ExactSum],
     ) -> NoisySum:
         turn = self._take(query)
         stored = self.grant.journal.read(turn)
@@ -326,8 +334,9 @@ class Gate:
             sums, shape, step = total(turn)
             if query.stddev > 0:
                 stream = self._secret.stream(self.grant.id, turn, "noise")
-                sums = sums + grid_noise(stream, sums.size, query.stddev, step).reshape(sums.shape)
-            stored = torch.from_numpy(sums.astype(np.float32)).reshape(shape)
+                noise = grid_noise(stream, sums.numel(), query.stddev, step, sums.device)
+                sums = sums + noise.reshape(sums.shape)
+            stored = sums.to("cpu", torch.float32).reshape(shape)
             self.grant.journal.write(turn, stored)
         self._progress(self._asked, self._total, f"asking '{query.name}'")
         return NoisySum(stored.to(self.engine.torch_device), query.stddev)
@@ -388,7 +397,7 @@ class Gate:
 
     def _clipped_sum(
         self, query: Query, contribution: Contribution, chosen: npt.NDArray[np.intp]
-    ) -> tuple[npt.NDArray[np.float64], tuple[int, ...], float]:
+    ) -> ExactSum:
         if query.unit != "record":
             raise BadConfiguration(f"Query '{query.name}' asks shards: use Shards.noisy_sum.")
         shape = self._probe(query, contribution)
@@ -412,26 +421,33 @@ class Gate:
                     f"Query '{query.name}' gave contributions of shape {shape} before and of "
                     f"{tuple(rows.shape[1:])} now."
                 )
-            rows = clip(rows.reshape(len(images), width), query.bound, step)
+            rows = rows.detach().reshape(len(images), width)
             group = labels if query.per_class else torch.zeros_like(labels)
-            total.index_add_(0, group, rows)
-        sums = total.cpu().numpy() * step
-        return sums, ((groups, *shape) if query.per_class else shape), step
+            at_once = self._rows_at_once(width)
+            for some, places in zip(torch.split(rows, at_once), torch.split(group, at_once)):
+                total.index_add_(0, places, clip(some, query.bound, step))
+        return total * step, ((groups, *shape) if query.per_class else shape), step
+
+    def _rows_at_once(self, width: int) -> int:
+        """Clip few rows at a time on a CPU, so that their float64 copies stay in its cache."""
+        on_cpu = self.engine.torch_device.type == "cpu"
+        return max(1, CACHED_NUMBERS // max(width, 1)) if on_cpu else self.engine.records_at_once
 
 
 def clip(rows: Tensor, bound: float, step: float) -> Tensor:
-    """Bound each row's L2 norm, drop rows that are not finite, truncate onto the grid.
+    """Bound each row's L2 norm, drop rows whose norm is not finite, truncate onto the grid.
 
     Returns whole numbers of ``step``, in float64. Truncation towards zero never lengthens a row.
     """
-    rows = rows.detach().to(torch.float64)
-    finite = torch.isfinite(rows).all(dim=1, keepdim=True)
-    rows = torch.where(finite, rows, 0.0)
-    # Scale by the largest entry first, so that squares of huge numbers do not overflow.
-    largest = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-300)
-    norms = largest * torch.linalg.vector_norm(rows / largest, dim=1, keepdim=True)
-    scale = torch.where(norms > bound, bound * (1 - 2.0**-40) / norms, 1.0)
-    return torch.trunc(rows * scale / step)
+    rows = rows.detach()
+    if rows.dtype == torch.float64:  # squares of huge numbers overflow: shorten those rows first
+        largest = rows.abs().amax(dim=1, keepdim=True)
+        rows = torch.where(largest > 1e100, rows * 1e-200, rows)
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
+    finite = torch.isfinite(norms)
+    scale = torch.where(norms > bound * SHORT, bound * SHORT / norms, 1.0)
+    whole = rows.to(torch.float64, copy=True).mul_(scale / step).trunc_()
+    return whole if finite.all() else whole.masked_fill_(~finite, 0.0)
 
 
 class Shards:
@@ -497,7 +513,7 @@ class Shards:
         if query.unit != "shard":
             raise BadConfiguration(f"Query '{query.name}' must declare unit='shard'.")
 
-        def total(turn: int) -> tuple[npt.NDArray[np.float64], tuple[int, ...], float]:
+        def total(turn: int) -> ExactSum:
             step = grid(query.bound, query.stddev, len(self))
             device = self._gate.engine.torch_device
             tosses = self._gate._secret.stream(self._gate.grant.id, turn, "coins")
@@ -513,7 +529,7 @@ class Shards:
                 shape = tuple(ballots.shape[1:])
                 rows = clip(ballots.reshape(voters, -1), query.bound, step)
                 sums = sums + rows.sum(dim=0)
-            return sums.cpu().numpy() * step, shape, step
+            return sums * step, shape, step
 
         return self._gate._answer(query, total)
 

@@ -84,12 +84,14 @@ class Stream:
         words = self.bits((count + 1) // 2).view("<i4")[:count]
         return ((torch.from_numpy(words.copy()).to(device) >> 8) * 2.0**-24 + 0.5).reshape(shape)
 
-    def normal(self, count: int) -> Floats:
-        """Return standard normal numbers (Box and Muller 1958)."""
+    def normal(self, count: int, device: torch.device) -> Tensor:
+        """Return standard normal numbers in float64, made on the device (Box and Muller 1958)."""
         half = (count + 1) // 2
-        radius = np.sqrt(-2.0 * np.log1p(-self.uniform(half)))
-        angle = (2.0 * math.pi) * self.uniform(half)
-        return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+        words = torch.from_numpy(self.bits(2 * half).view("<i8").copy()).to(device)
+        uniform = ((words >> 11) & (2**53 - 1)).to(torch.float64) * 2.0**-53
+        radius = torch.log1p(-uniform[:half]).mul_(-2.0).sqrt_()
+        angle = uniform[half:] * (2.0 * math.pi)
+        return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)])[:count]
 
     def keyed(self, data: bytes) -> int:
         """Return a 128-bit keyed hash of some bytes."""
@@ -107,6 +109,8 @@ def grid(bound: float, stddev: float, records: int) -> float:
     return float(2.0 ** max(fine, fits))
 
 
-def grid_noise(stream: Stream, count: int, stddev: float, step: float) -> Floats:
-    """Return Gaussian noise of the standard deviation, rounded to the grid."""
-    return np.rint(stream.normal(count) * (stddev / step)) * step
+def grid_noise(
+    stream: Stream, count: int, stddev: float, step: float, device: torch.device
+) -> Tensor:
+    """Return Gaussian noise of the standard deviation, rounded to the grid, in float64."""
+    return stream.normal(count, device).mul_(stddev / step).round_().mul_(step)
