@@ -254,3 +254,41 @@ def test_the_digits_preset_trains_a_useful_classifier_at_epsilon_ten(tmp_path: P
     assert made.per_class == [10] * 10
     scores = evaluate(made, load_heldout("digits"), protocol="quick", seeds=(0, 1), engine=CPU)
     assert 0.75 <= scores.accuracy <= 0.95
+
+
+@pytest.mark.parametrize("prior", [False, True])
+def test_a_run_killed_after_a_checkpoint_ends_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prior: bool
+) -> None:
+    """Kill in the third of four runs: two runs come from the checkpoint, the rest is asked."""
+
+    class Killed(BaseException):
+        pass
+
+    answers: list[int] = []
+    real = Gate._answer
+
+    def count(self: Gate, query: Any, total: Any) -> Any:
+        def counted(turn: int) -> Any:
+            if turn == 10 and not killed:
+                killed.append(True)
+                raise Killed
+            answers.append(turn)
+            return total(turn)
+
+        return real(self, query, counted)
+
+    killed: list[bool] = []
+    monkeypatch.setattr(Gate, "_answer", count)
+    method, ledger = small(noise_multiplier=0.0, runs=4, prior=prior), Ledger(tmp_path / "l")
+    data = two_pictures()
+    everybody = dataclasses.replace(method, expected_batch=float(data.public.size))
+    with pytest.raises(Killed):
+        fit(data, everybody, ledger=ledger, engine=CPU)
+    left = list((tmp_path / "l.runs").rglob("answer-*"))
+    assert len(left) == 2, "answers before the checkpoint are forgotten, the two after it kept"
+    resumed = fit(data, everybody, ledger=ledger, engine=CPU)
+    assert answers == list(range(16))
+    whole = fit(data, everybody, ledger=Ledger(tmp_path / "m"), engine=CPU)
+    for name, value in whole.signals.items():
+        assert torch.equal(value, resumed.signals[name]), name

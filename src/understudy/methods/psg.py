@@ -50,6 +50,8 @@ class PSG(Method):
     SGD. A query depends on earlier answers through theta and S alone, so all of it is here, in
     ``measure``, and the release holds the finished set.
 
+    After each run the gate keeps a checkpoint, so a journal holds the answers of one run at most.
+
     ``outer_steps`` and ``inner_epochs`` left at None follow the paper's table by images_per_class.
 
     Guarantee: adaptive composition of R T K sampled Gaussian mechanisms with q = B / N and noise
@@ -176,7 +178,7 @@ class PSG(Method):
         net = self.network(gate.public)
         synthetic = (_Generated if self.prior else _Pixels)(self, gate.public, device)
         outer_steps, inner_epochs = self.schedule
-        for run in range(self.runs):
+        for run in range(synthetic.resume(gate.resume()), self.runs):
             theta = draw_parameters(net, public_seed(self.seed, "network", run), device=device)
             weights = matched(theta)
             asked = tuple(theta) if self.clip_all else weights
@@ -191,6 +193,7 @@ class PSG(Method):
                     synthetic.descend(row_distance(ours, real))
                 if outer + 1 < outer_steps:
                     theta = self._train(net, theta, synthetic, inner_epochs, shuffles)
+            gate.checkpoint(synthetic.state(runs_done=run + 1))
         return gate.release(
             signals=synthetic.signals(),
             recipe=self.recipe(),
@@ -282,10 +285,35 @@ class _Synthetic(ABC):
 
     def descend(self, loss: Tensor) -> None:
         """Take one step."""
-        moving = [value for group in self._optimiser.param_groups for value in group["params"]]
-        for value, slope in zip(moving, torch.autograd.grad(loss, moving), strict=True):
+        for value, slope in zip(self._moving, torch.autograd.grad(loss, self._moving), strict=True):
             value.grad = slope
         self._optimiser.step()
+
+    @property
+    def _moving(self) -> list[Tensor]:
+        return [value for group in self._optimiser.param_groups for value in group["params"]]
+
+    def state(self, *, runs_done: int) -> dict[str, Tensor]:
+        """Return all that outlives a run, for a checkpoint: what moves, and its optimiser."""
+        state = {"runs_done": torch.tensor(runs_done)}
+        for place, value in enumerate(self._moving):
+            state[f"moving.{place}"] = value
+            for name, memory in self._optimiser.state[value].items():
+                state[f"optimiser.{place}.{name}"] = memory
+        return state
+
+    def resume(self, state: Mapping[str, Tensor] | None) -> int:
+        """Take a checkpoint up. Return how many runs it stands for."""
+        if state is None:
+            return 0
+        for place, value in enumerate(self._moving):
+            value.data.copy_(state[f"moving.{place}"])
+            self._optimiser.state[value] = {
+                name.split(".")[2]: memory.clone()
+                for name, memory in state.items()
+                if name.startswith(f"optimiser.{place}.")
+            }
+        return int(state["runs_done"])
 
 
 class _Pixels(_Synthetic):
