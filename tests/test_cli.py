@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,9 @@ from PIL import Image
 
 from tests.fixtures import REPOSITORY
 from understudy import cli
+from understudy.data.folder import load
+from understudy.methods import matching
+from understudy.methods.dosser import Dosser
 
 Run = Callable[..., tuple[int, str, str]]
 SMALL = ("--method", "ldpdc", "--set", "images_per_class=3", "--set", "group_size=10")
@@ -231,6 +235,41 @@ def test_ctrl_c_leaves_nothing_half_written_and_the_same_command_resumes(
     assert code == 0, err
     code, out, _ = run("ledger", scans, "--json")
     assert [r["finished"] for r in json.loads(out)["runs"]] == [True]
+
+
+def test_a_run_killed_while_optimising_loses_nothing_it_paid_for(
+    scans: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [
+        "synth", str(scans), "--method", "dosser", "--preset", "none", "--epsilon", "2",
+        "--every", "5", "--pictures", str(tmp_path / "sheets"), "-o", str(tmp_path / "r"),
+    ]  # fmt: skip
+    for field, value in {**Dosser.miniature, "optimisation_iterations": 20}.items():
+        command += ["--set", f"{field}={json.dumps(value)}"]
+    real, steps = matching.matching_loss, []
+
+    def loss(*args: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 13:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(matching, "matching_loss", loss)
+    code, _, err = run(*command)
+    assert code == 130, err
+    assert load(tmp_path / "r")[1] is None, "the signals are safe before the optimisation begins"
+    assert [p.name for p in sorted((tmp_path / "sheets").iterdir())] == [
+        "step-000005.png", "step-000010.png",
+    ]  # fmt: skip
+    code, _, err = run(*command)
+    assert code == 0, err
+    assert len(steps) == 13 + 10, "ten steps come from the checkpoint"
+    code, out, _ = run("ledger", scans, "--json")
+    assert len(json.loads(out)["runs"]) == 1
+    assert load(tmp_path / "r")[1] is not None
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    code, _, err = run(*command)
+    assert code == 5 and "not empty" in err
 
 
 def test_progress_counts_up_and_starts_anew_for_each_stage(

@@ -118,6 +118,16 @@ Set = Annotated[
     ),
 ]
 
+WATCHED: Group = {
+    "pictures": (
+        Annotated[
+            Path | None,
+            typer.Option(help="A folder for contact sheets of the set while it is being made."),
+        ],
+        None,
+    ),
+    "every": (Annotated[int, typer.Option(help="Optimisation steps between them.")], 1000),
+}
 SOURCE: Group = {
     "label": (_data_option("The label's column or array.", str | None), None),
     "image": (_data_option("The column of image paths, or the array.", str | None), None),
@@ -173,6 +183,13 @@ METHOD: Group = {
     ),
     "set_": (Set, None),
 }
+TRAINER: Group = {
+    **METHOD,
+    "method": (
+        Annotated[str, typer.Option("--method", "-m", help="See `understudy methods`.")],
+        "dp-sgd",
+    ),
+}
 SPENDING: Group = {
     "epsilon": (Epsilon, None),
     "delta": (Delta, 1e-5),
@@ -221,13 +238,14 @@ def takes(**groups: Group) -> Callable[[Command], Command]:
 
 
 @app.command(rich_help_panel="Make")
-@takes(how=METHOD, spending=SPENDING, declared=DECLARED)
+@takes(how=METHOD, spending=SPENDING, declared=DECLARED, watched=WATCHED)
 def synth(
     data: Data,
     output: Output,
     how: dict[str, Any],
     spending: dict[str, Any],
     declared: dict[str, Any],
+    watched: dict[str, Any],
     overwrite: Overwrite = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -242,7 +260,8 @@ def synth(
         understudy synth people.csv --label income --columns columns.json --epsilon 1 -o release/
 
     Give --epsilon and the noise is found; or fix --set noise_multiplier=... and it is priced. A run
-    that was interrupted is taken up where it stopped when the same command is given again.
+    that was interrupted, while measuring or while optimising, is taken up where it stopped when the
+    same command is given again.
     """
     with _progress(quiet) as progress:
         dataset = _open(data, declared, progress)
@@ -252,6 +271,7 @@ def synth(
             output,
             overwrite=overwrite,
             progress=progress,
+            **watched,
             **_spending(spending),
         )
     if as_json:
@@ -303,9 +323,78 @@ def fit(
 
 
 @app.command(rich_help_panel="Make")
+@takes(how=TRAINER, spending=SPENDING, declared=DECLARED)
+def train(
+    data: Data,
+    output: Output,
+    how: dict[str, Any],
+    spending: dict[str, Any],
+    declared: dict[str, Any],
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a classifier on the records themselves, by DP-SGD: for when nobody needs the data.
+
+    It has the same ledger, statement and verification as a synthetic set, and is the figure to
+    compare one with: `understudy evaluate model/ --test ...` tests it.
+
+    Example:
+        understudy train scans/ --epsilon 1 -o model/
+    """
+    with _progress(quiet) as progress:
+        dataset = _open(data, declared, progress)
+        folder, statement = jobs.signals(
+            dataset,
+            _method(how, dataset.public, spending),
+            output,
+            overwrite=overwrite,
+            progress=progress,
+            **_spending(spending),
+        )
+    if as_json:
+        return _print_json({"release": str(folder), "statement": statement.to_json()})
+    out.print(statement.paragraph())
+    out.print(f"\nWritten to {folder}. Next: understudy evaluate {folder} --test TEST_DATA")
+
+
+@app.command(rich_help_panel="Make")
+def sample(
+    release: Folder,
+    output: Output,
+    count: Annotated[int, typer.Option("--count", "-n", help="How many records.")],
+    seed: Annotated[int, typer.Option(help="Another public seed draws other records.")] = 0,
+    device: Device = "auto",
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Draw any number of records from a released generator. Costs no privacy.
+
+    Example:
+        understudy sample release/ -n 100000 -o many/
+    """
+    with _progress(quiet) as progress:
+        folder = jobs.sample(
+            release,
+            output,
+            count,
+            seed=seed,
+            engine=jobs.Engine(device=device),
+            overwrite=overwrite,
+            progress=progress,
+        )
+    if as_json:
+        return _print_json({"release": str(folder)})
+    out.print(f"Written to {folder}")
+
+
+@app.command(rich_help_panel="Make")
+@takes(watched=WATCHED)
 def synthesise(
     release: Folder,
     output: Output,
+    watched: dict[str, Any],
     set_: Set = None,
     device: Device = "auto",
     overwrite: Overwrite = False,
@@ -326,6 +415,7 @@ def synthesise(
             engine=jobs.Engine(device=device),
             overwrite=overwrite,
             progress=progress,
+            **watched,
         )
     if as_json:
         return _print_json({"release": str(folder)})
@@ -604,9 +694,9 @@ def methods(
     if as_json:
         return _print_json(listing)
     if name is None:
-        table = Table("name", "what", "source", box=None, pad_edge=False)
+        table = Table("name", "what", "makes", "source", box=None, pad_edge=False)
         for method in listing:
-            table.add_row(method["name"], method["title"], method["source"])
+            table.add_row(method["name"], method["title"], method["makes"], method["source"])
         out.print(table)
         return
     (method,) = listing
@@ -666,7 +756,7 @@ def _spending(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _method(
     how: Mapping[str, Any], public: jobs.Public, spending: Mapping[str, Any]
-) -> jobs.Method:
+) -> jobs.Mechanism:
     return jobs.configure(
         how["method"],
         _assignments(how["set_"]),

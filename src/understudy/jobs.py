@@ -19,24 +19,37 @@ from understudy.auditing import AuditPool, AuditResult
 from understudy.auditing import audit as run_audit
 from understudy.data.datasets import DATASETS, load_heldout, open_data, open_heldout
 from understudy.data.folder import check_free, load, save
+from understudy.data.pictures import contact_sheet, draw_pictures, png
+from understudy.data.synthetic import SyntheticSet
 from understudy.data.verify import Verification
 from understudy.data.verify import verify as verify_folder
 from understudy.engine import Engine, Progress, silent
 from understudy.errors import BadConfiguration, LedgerError, ReleaseError, UnknownName
-from understudy.evaluation.classify import PROTOCOLS, Protocol, Scores, sklearn_scores
-from understudy.methods import Mechanism, Method, mechanism_named, method_named, registered
+from understudy.evaluation.classify import PROTOCOLS, Protocol, Scores, judge, sklearn_scores
+from understudy.methods import (
+    TRAINERS,
+    Generative,
+    Mechanism,
+    Method,
+    Trainer,
+    mechanism_named,
+    registered,
+)
+from understudy.methods.matching import Watch
 from understudy.privacy.accounting import Accountant, Budget, calibrate, epsilon
 from understudy.privacy.durable import write_durably
 from understudy.privacy.events import Event
 from understudy.privacy.gate import PrivateDataset
-from understudy.privacy.ledger import Ledger
+from understudy.privacy.ledger import Ledger, digest
 from understudy.privacy.public import Adjacency, Public
 from understudy.privacy.release import Release
 from understudy.privacy.statement import Statement, describe_events
 from understudy.report import Entry, gather
 from understudy.report import write as write_report
-from understudy.run import evaluate, fit, synthesise
+from understudy.run import classifier, evaluate, fit, synthesise
+from understudy.run import sample as draw
 
+SCORES = ".scores.json"
 DEFAULT_METHOD = "whole-set"
 AUTO = "auto"
 
@@ -45,34 +58,103 @@ AUTO = "auto"
 
 def synth(
     data: PrivateDataset,
-    method: Method,
+    method: Mechanism,
     folder: str | os.PathLike[str],
     *,
     overwrite: bool = False,
     engine: Engine | None = None,
     progress: Progress = silent,
+    pictures: str | os.PathLike[str] | None = None,
+    every: int = 1000,
     **spending: Any,
 ) -> tuple[Path, Statement]:
     """Fit, synthesise and write the release. Return its folder and its statement.
 
-    ``spending`` goes to :func:`understudy.run.fit`: budget, delta, ledger, secret.
+    The noisy signals are written as soon as they are measured, so what was paid for is never lost:
+    the same call takes up a release without a set, and its optimisation where that stopped.
+    ``pictures`` is a folder for a contact sheet ``every`` so many steps. ``spending`` goes to
+    :func:`understudy.run.fit`: budget, delta, ledger, secret.
     """
-    check_free(Path(folder), overwrite)
-    release = fit(data, method, engine=engine, progress=progress, **spending)
-    synthetic = synthesise(release, engine=engine, progress=progress)
-    written = save(folder, release, synthetic, overwrite=overwrite, source=method.source)
+    if not isinstance(method, Method):
+        raise BadConfiguration(
+            f"'{method.name}' trains a classifier and makes no synthetic set: `understudy train`."
+        )
+    target = Path(folder)
+    release = _measured(target, data, method, spending.get("budget"))
+    if release is None:
+        check_free(target, overwrite)
+        release = fit(data, method, engine=engine, progress=progress, **spending)
+        save(target, release, overwrite=overwrite, source=method.source)
+    unfinished = _unfinished(target, release, method)
+    synthetic = synthesise(
+        release,
+        engine=engine,
+        progress=progress,
+        checkpoint=unfinished,
+        every=every,
+        watch=None if pictures is None else _sheets(Path(pictures), release),
+    )
+    written = save(target, release, synthetic, overwrite=True, source=method.source)
+    unfinished.unlink(missing_ok=True)
     return written, release.statement
+
+
+def _measured(
+    target: Path, data: PrivateDataset, method: Method, budget: Budget | None
+) -> Release | None:
+    """Return the signals an interrupted :func:`synth` of the same call left, if it did."""
+    try:
+        release, synthetic = load(target)
+    except ReleaseError:
+        return None
+    found, own = dict(release.recipe["configuration"]), dict(method.recipe()["configuration"])
+    if budget is not None:
+        found.pop("noise_multiplier"), own.pop("noise_multiplier")
+        spent, most = release.statement.epsilon, budget.epsilon
+        if release.statement.delta != budget.delta or not 0.9 * most <= spent <= most:
+            return None
+    same = (
+        synthetic is None
+        and release.recipe["method"] == method.name
+        and json.dumps(found) == json.dumps(own)
+        and release.statement.fingerprint == data.ledger().path.stem
+    )
+    return release if same else None
+
+
+def _unfinished(target: Path, release: Release, method: Mechanism) -> Path:
+    """Name the file that keeps an optimisation of this release by this method."""
+    own = digest({"line": release.statement.ledger_line, **method.recipe()})[:12]
+    return _beside(target, f".{own}.optimising", hidden=True)
+
+
+def _sheets(folder: Path, release: Release) -> Watch:
+    """Return a watcher that draws the set as it is, one numbered contact sheet at a time."""
+    if not release.public.is_image:
+        raise BadConfiguration("A table has no contact sheets to draw while it is made.")
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def draw_sheet(done: int, synthetic: SyntheticSet) -> None:
+        pictures = draw_pictures(synthetic)
+        sheet = png(contact_sheet(release, synthetic, pictures))
+        write_durably(folder / f"step-{done:06d}.png", sheet)
+
+    return draw_sheet
 
 
 def signals(
     data: PrivateDataset,
-    method: Method,
+    method: Mechanism,
     folder: str | os.PathLike[str],
     *,
     overwrite: bool = False,
     **spending: Any,
 ) -> tuple[Path, Statement]:
-    """Fit and write the signals; sets can be made from them later, at no cost."""
+    """Fit and write what was measured.
+
+    Of a method these are signals, from which sets can be made later at no cost; of a trainer, the
+    trained classifier.
+    """
     check_free(Path(folder), overwrite)
     release = fit(data, method, **spending)
     written = save(folder, release, overwrite=overwrite, source=method.source)
@@ -87,14 +169,51 @@ def resynthesise(
     engine: Engine | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
+    pictures: str | os.PathLike[str] | None = None,
+    every: int = 1000,
 ) -> Path:
-    """Make a synthetic set from a saved release, with some fields of its method changed. Free."""
+    """Make a synthetic set from a saved release, with some fields of its method changed. Free.
+
+    A call that was interrupted goes on where it stopped when it is repeated.
+    """
+    target = Path(folder)
+    if target.resolve() != Path(source).resolve():
+        check_free(target, overwrite)
     release, _ = load(source)
     recipe = release.recipe
-    kind = method_named(recipe["method"])
+    kind = mechanism_named(recipe["method"])
     method = kind.configured({**recipe["configuration"], **(changes or {})})
-    synthetic = synthesise(release, method, engine=engine, progress=progress)
-    return save(folder, release, synthetic, overwrite=overwrite, source=method.source)
+    unfinished = _unfinished(target, release, method)
+    synthetic = synthesise(
+        release,
+        method,
+        engine=engine,
+        progress=progress,
+        checkpoint=unfinished,
+        every=every,
+        watch=None if pictures is None else _sheets(Path(pictures), release),
+    )
+    written = save(folder, release, synthetic, overwrite=overwrite, source=method.source)
+    unfinished.unlink(missing_ok=True)
+    return written
+
+
+def sample(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    count: int,
+    *,
+    seed: int = 0,
+    engine: Engine | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Path:
+    """Draw records from a saved release's generator into a release folder of their own. Free."""
+    check_free(Path(folder), overwrite)
+    release, _ = load(source)
+    drawn = draw(release, count, seed=seed, engine=engine, progress=progress)
+    paper = mechanism_named(release.recipe["method"]).source
+    return save(folder, release, drawn, overwrite=overwrite, source=paper)
 
 
 def configure(
@@ -105,12 +224,12 @@ def configure(
     public: Public | None = None,
     budget: Budget | None = None,
     engine: Engine | None = None,
-) -> Method:
-    """Build a method by name, from a preset if given, with some fields set.
+) -> Mechanism:
+    """Build a method or trainer by name, from a preset if given, with some fields set.
 
     ``preset="auto"`` takes the one that suits the ``public`` facts, the budget and the device.
     """
-    kind = method_named(name)
+    kind = mechanism_named(name)
     base: Mapping[str, Any] = {}
     if preset == AUTO:
         if public is None:
@@ -301,7 +420,8 @@ def score(
 ) -> dict[str, Scores]:
     """Evaluate a saved release on real test data and keep the scores beside it."""
     release, synthetic = load(folder)
-    if synthetic is None:
+    trained = mechanism_named(release.recipe["method"])
+    if synthetic is None and not issubclass(trained, Trainer):
         raise ReleaseError(
             f"{folder} holds signals and no synthetic set yet: `understudy synthesise {folder}`."
         )
@@ -309,7 +429,16 @@ def score(
     if test is None and source not in DATASETS:
         raise BadConfiguration("Say with --test which real data to test on.")
     heldout = open_heldout(source, like=release.public, **options)
-    if network == "sklearn" or (network is None and not release.public.is_image):
+    if synthetic is None:
+        given = judge(
+            classifier(release, engine=engine),
+            heldout.images,
+            heldout.labels,
+            classes=len(release.public.classes),
+            told=f"the released classifier ({trained.name})",
+        )
+        scores = {given.network: given}
+    elif network == "sklearn" or (network is None and not release.public.is_image):
         scores = sklearn_scores(
             synthetic.images,
             synthetic.labels,
@@ -331,7 +460,7 @@ def score(
             progress=progress,
         )
         scores = {f"{result.network}, {result.protocol}": result}
-    kept = _scores_file(Path(folder))
+    kept = _beside(Path(folder), SCORES)
     earlier = json.loads(kept.read_text()) if kept.exists() else {}
     line = release.statement.ledger_line
     if earlier.get("ledger_line") != line:
@@ -348,10 +477,10 @@ def _protocol(name: str) -> Protocol:
     return PROTOCOLS[name]
 
 
-def _scores_file(folder: Path) -> Path:
-    """Return where scores lie: beside the release, whose own files are sealed."""
+def _beside(folder: Path, ending: str, *, hidden: bool = False) -> Path:
+    """Name a file that lies beside a release, whose own files are sealed."""
     folder = folder.resolve()
-    return folder.with_name(f"{folder.name}.scores.json")
+    return folder.with_name(f"{'.' if hidden else ''}{folder.name}{ending}")
 
 
 def report(
@@ -361,7 +490,7 @@ def report(
     entries = []
     for folder in map(Path, folders):
         release, synthetic = load(folder)
-        kept = _scores_file(folder)
+        kept = _beside(folder, SCORES)
         known = json.loads(kept.read_text()) if kept.exists() else {}
         fresh = known.get("ledger_line") == release.statement.ledger_line
         entries.append(
@@ -396,7 +525,7 @@ def verify(folder: str | os.PathLike[str], *, ledger: Ledger | None = None) -> V
 
 
 def audit(
-    method: Method,
+    method: Mechanism,
     pool: str = "digits",
     *,
     quick: bool = False,
@@ -468,19 +597,29 @@ def set_cap(ledger: Ledger, cap: float, delta: float | None = None) -> None:
 
 def list_methods(name: str | None = None) -> list[dict[str, Any]]:
     """Describe every method, or one."""
-    chosen = registered() if name is None else {name: method_named(name)}
+    if name is not None:
+        chosen: list[type[Mechanism]] = [mechanism_named(name)]
+    else:
+        chosen = [*registered().values(), *TRAINERS]
     return [
         {
             "name": method.name,
             "title": method.title,
+            "makes": _makes(method),
             "source": method.source,
             "description": inspect.cleandoc(method.__doc__ or ""),
             "fields": method.describe_fields(),
             "departures": list(method.departures),
             "presets": {key: preset.told for key, preset in method.presets.items()},
         }
-        for method in chosen.values()
+        for method in chosen
     ]
+
+
+def _makes(kind: type[Mechanism]) -> str:
+    if issubclass(kind, Trainer):
+        return "a classifier"
+    return "a generator" if issubclass(kind, Generative) else "a set"
 
 
 def list_datasets() -> list[dict[str, Any]]:
@@ -521,7 +660,7 @@ __all__ = [
     "Budget",
     "Engine",
     "Ledger",
-    "Method",
+    "Mechanism",
     "Priced",
     "PrivateDataset",
     "Public",
@@ -538,6 +677,7 @@ __all__ = [
     "read_columns",
     "report",
     "resynthesise",
+    "sample",
     "score",
     "set_cap",
     "signals",

@@ -2,23 +2,28 @@
 
 data --fit--> Release --synthesise--> SyntheticSet --evaluate--> Scores
 private |        free for ever
+                 Release --sample--> more of a generator's records
+                 Release --classifier--> what a trainer trained
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import warnings
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from understudy.data.heldout import HeldOut
 from understudy.data.synthetic import SyntheticSet
 from understudy.engine import Engine, Progress, silent
 from understudy.errors import BadConfiguration
 from understudy.evaluation.classify import Protocol, Scores, train_and_test
-from understudy.methods import Mechanism, Method, method_named
+from understudy.methods import Generative, Mechanism, Method, Trainer, mechanism_named
+from understudy.methods.matching import Matching, Watch
 from understudy.privacy.accounting import Budget, calibrate
 from understudy.privacy.events import Event, Plan, Query, Step
 from understudy.privacy.gate import PrivateDataset
@@ -134,25 +139,79 @@ def _warn_about_delta(public: Public, delta: float) -> None:
 
 def synthesise(
     release: Release,
-    method: Method | None = None,
+    method: Mechanism | None = None,
     *,
     engine: Engine | None = None,
     progress: Progress = silent,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = 1000,
+    watch: Watch | None = None,
 ) -> SyntheticSet:
     """Make a synthetic set from a Release. Free: nothing private is read.
 
     ``method`` defaults to the release's own recipe; give another configuration of the same method
     to try other set sizes, longer optimisation or another seed on the same signals.
+
+    Of the matching methods, whose optimisation may be long, a ``checkpoint`` file keeps the state
+    ``every`` so many steps, and a later call with the same arguments goes on from there;
+    ``watch(steps done, set)`` sees the set as often. Other methods are done in one go.
     """
     recipe = release.recipe
     if method is None:
-        method = method_named(recipe["method"]).configured(recipe["configuration"])
+        made = mechanism_named(recipe["method"]).configured(recipe["configuration"])
+        if not isinstance(made, Method):
+            raise BadConfiguration(
+                f"'{made.name}' releases a classifier and no synthetic set: `understudy evaluate`."
+            )
+        method = made
+    elif not isinstance(method, Method):
+        raise BadConfiguration(f"'{method.name}' makes no synthetic set.")
     elif method.name != recipe["method"]:
         raise BadConfiguration(
             f"This release was measured by '{recipe['method']}'; '{method.name}' cannot read its "
             "signals."
         )
-    return method.synthesise(release, engine=engine or Engine(), progress=progress)
+    engine = engine or Engine()
+    if not isinstance(method, Matching):
+        return method.synthesise(release, engine=engine, progress=progress)
+    return method.synthesise(
+        release,
+        engine=engine,
+        progress=progress,
+        checkpoint=checkpoint,
+        every=every,
+        watch=watch,
+    )
+
+
+def sample(
+    release: Release,
+    count: int,
+    *,
+    seed: int = 0,
+    engine: Engine | None = None,
+    progress: Progress = silent,
+) -> SyntheticSet:
+    """Draw ``count`` records from the generator a Release holds, classes in equal shares. Free."""
+    recipe = release.recipe
+    method = mechanism_named(recipe["method"]).configured(recipe["configuration"])
+    if not isinstance(method, Generative):
+        raise BadConfiguration(
+            f"'{method.name}' releases no generator, so nothing can be drawn from it. Sets of "
+            "another size or seed come from its signals: `understudy synthesise`."
+        )
+    if count < 1:
+        raise BadConfiguration(f"Draw at least one record, not {count}.")
+    return method.sample(release, count, seed=seed, engine=engine or Engine(), progress=progress)
+
+
+def classifier(release: Release, *, engine: Engine | None = None) -> nn.Module:
+    """Return the network a Trainer released, in evaluation mode."""
+    recipe = release.recipe
+    trainer = mechanism_named(recipe["method"]).configured(recipe["configuration"])
+    if not isinstance(trainer, Trainer):
+        raise BadConfiguration(f"'{trainer.name}' releases no classifier.")
+    return trainer.classifier(release, engine=engine or Engine())
 
 
 def evaluate(
@@ -195,4 +254,4 @@ def evaluate(
     )
 
 
-__all__ = ["DeltaTooLarge", "evaluate", "fit", "synthesise"]
+__all__ = ["DeltaTooLarge", "classifier", "evaluate", "fit", "sample", "synthesise"]

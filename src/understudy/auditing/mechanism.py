@@ -40,7 +40,7 @@ from understudy.auditing.statistics import (
     tpr_at_fpr,
 )
 from understudy.engine import Engine
-from understudy.methods.base import Method
+from understudy.methods.base import Mechanism
 from understudy.privacy.accounting import Budget, calibrate, epsilon
 from understudy.privacy.events import Event, Query
 from understudy.privacy.gate import (
@@ -190,7 +190,7 @@ class Scene:
 
     def run(
         self,
-        method: Method,
+        method: Mechanism,
         data: PrivateDataset,
         watch: Callable[[Answer], None],
         candidates: tuple[Tensor, Tensor],
@@ -228,7 +228,7 @@ class Canary:
         return torch.stack(images), torch.full((len(images),), self.label)
 
 
-def worst_canary(method: Method, scene: Scene, seed: int, number: int = 0) -> Canary:
+def worst_canary(method: Mechanism, scene: Scene, seed: int, number: int = 0) -> Canary:
     """Choose, in one run that is not counted, the record whose contributions are largest.
 
     Candidates: constant, striped and random-sign records and some of the known ones, all of the
@@ -352,7 +352,7 @@ class Traffic:
 
 
 def listen(
-    method: Method,
+    method: Mechanism,
     scene: Scene,
     canary: Canary,
     runs: int,

@@ -6,8 +6,9 @@ from understudy.evaluation.classify import (
     PROTOCOLS,
     Protocol,
     Scores,
+    judge,
     sklearn_scores,
     train_and_test,
 )
 
-__all__ = ["PROTOCOLS", "Protocol", "Scores", "sklearn_scores", "train_and_test"]
+__all__ = ["PROTOCOLS", "Protocol", "Scores", "judge", "sklearn_scores", "train_and_test"]
