@@ -71,7 +71,7 @@ def test_from_a_folder_of_images_to_a_verified_release(
         "evaluate", release, "--test", scans, "--network", "mlp", "--seeds", 2, "--json"
     )
     assert code == 0
-    (score,) = json.loads(out).values()
+    (score,) = json.loads(out)["scores"].values()
     assert score["tested"] == 60 and len(score["accuracies"]) == 2
     code, out, _ = run("report", release)
     assert code == 0
@@ -191,10 +191,49 @@ def test_every_command_teaches(run: Run) -> None:
     code, out, _ = run("--help")
     commands = re.findall(r"^│ (\w+) ", out, flags=re.M)
     assert {"synth", "plan", "fit", "synthesise", "evaluate", "verify", "ledger"} <= set(commands)
-    for command in ("synth", "fit", "synthesise", "plan", "evaluate", "report", "verify", "audit"):
+    for command in (
+        "synth", "fit", "train", "sample", "synthesise", "plan", "evaluate", "report", "verify",
+        "audit",
+    ):  # fmt: skip
         code, out, _ = run(command, "--help")
         assert code == 0
         assert f"understudy {command}" in out, f"{command} --help has no example"
+
+
+def test_references_fidelity_and_an_audit_reach_the_report(
+    run: Run, scans: Path, tmp_path: Path
+) -> None:
+    release = tmp_path / "release"
+    assert run("synth", scans, *SMALL, "-e", 1, "-o", release)[0] == 0
+    code, out, err = run(
+        "evaluate", release, "--test", scans, "--network", "mlp", "--seeds", 1, "--fidelity",
+        "--ceilings", scans, "--ceiling", "random-real", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    told = json.loads(out)
+    assert (
+        "6 real records drawn at random" in (told["ceilings"]["random-real"]["settings"]["ceiling"])
+    )
+    assert told["fidelity"]["compared"] == 6
+    code, _, err = run("evaluate", release, "--test", scans, "--ceiling", "dm")
+    assert code == 2 and "say which" in err
+    code, out, err = run("audit", "--release", release, "--pool", scans, "--quick", "--runs", 8)
+    assert code == 0, err
+    assert "passed" in out
+    assert run("report", release)[0] == 0
+    page = (tmp_path / "release.report.html").read_text()
+    for words in ("real records drawn at random", "real against real", "prove that epsilon is"):
+        assert words in page, words
+    other = tmp_path / "other"
+    assert run("synth", scans, *SMALL, "-e", 1, "-o", other, "--ledger", tmp_path / "l")[0] == 0
+    for ending in ("scores", "audit"):
+        (tmp_path / f"release.{ending}.json").rename(tmp_path / f"other.{ending}.json")
+    assert run("report", other)[0] == 0
+    page = (tmp_path / "other.report.html").read_text()
+    assert "Not audited." in page and "Not measured." in page, "another release's results"
+    (tmp_path / "other.audit.json").write_text("{")
+    code, _, err = run("report", other)
+    assert code == 5 and "cannot be read" in err
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are sent the POSIX way")

@@ -484,6 +484,25 @@ def evaluate(
         bool, typer.Option(help="Let training mirror pictures: not for digits or letters.")
     ] = False,
     seeds: Annotated[int, typer.Option(help="How many networks to train.")] = 3,
+    ceilings: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA",
+            help="Real TRAINING records to compute references from. They are read openly, past "
+            "the gate: for public benchmarks, or for the holder's own eyes.",
+        ),
+    ] = None,
+    ceiling: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this one: random-real, dm, dp-sgd, all-real. Repeatable."),
+    ] = None,
+    fidelity: Annotated[
+        bool, typer.Option(help="Also measure how near the set is to the test records.")
+    ] = False,
+    inception: Annotated[
+        Path | None,
+        typer.Option(help="TorchScript file of the standard Inception network, for fidelity."),
+    ] = None,
     device: Device = "auto",
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -497,24 +516,34 @@ def evaluate(
         understudy evaluate release/ --test scans_test/
 
         understudy evaluate release/ --test fashion-mnist --protocol dm --flips --seeds 5
+
+        understudy evaluate release/ --fidelity --ceilings mnist
     """
     with _progress(quiet) as progress:
-        scores = jobs.score(
+        judged = jobs.score(
             release,
             test,
             protocol=protocol,
             network=network,
             flips=flips,
             seeds=tuple(range(seeds)),
+            training=ceilings,
+            ceilings=ceiling,
+            fidelity=fidelity,
+            inception=inception,
             engine=jobs.Engine(device=device),
             progress=progress,
             **_reading(source),
         )
     if as_json:
-        return _print_json({name: score.to_json() for name, score in scores.items()})
-    for score in scores.values():
-        out.print(str(score))
-    some = next(iter(scores.values()))
+        return _print_json(judged.to_json())
+    for score in judged.scores.values():
+        out.print(str(score), markup=False)
+    for name, score in judged.ceilings.items():
+        out.print(f"{name}: {score}\n    {score.settings['ceiling']}", markup=False)
+    if judged.fidelity is not None:
+        out.print(f"\n{judged.fidelity}\n", markup=False)
+    some = next(iter(judged.scores.values()))
     out.print(
         f"Always answering the largest class gives {some.chance:.1%}; balanced accuracy of that is "
         f"{1 / len(some.confusion):.1%}."
@@ -568,9 +597,18 @@ def verify(
 @takes(how=METHOD)
 def audit(
     how: dict[str, Any],
+    release: Annotated[
+        Path | None,
+        typer.Option(help="Audit the very recipe of this release, and show it in its report."),
+    ] = None,
     pool: Annotated[
-        str, typer.Option(help="A public dataset whose test split plays the private records.")
-    ] = "digits",
+        str | None,
+        typer.Option(
+            help="Records that play the private ones. With --release: public or test records of "
+            "the same kind, a name or a path; else a public dataset's name, whose test split is "
+            "taken (digits unless told otherwise)."
+        ),
+    ] = None,
     epsilon: Epsilon = None,
     delta: Delta = 1e-5,
     quick: Annotated[bool, typer.Option(help="Minutes: fewer runs, weaker bounds.")] = False,
@@ -584,22 +622,31 @@ def audit(
     A bound above the claim ends with exit code 4. No private data is read.
 
     Examples:
+        understudy audit --release release/ --pool scans_test/ --quick
+
         understudy audit --epsilon 4 --quick
 
         understudy audit --method ldpdc --set images_per_class=4 --set group_size=10 --epsilon 1
     """
-    spending = {"epsilon": epsilon, "delta": delta, "device": device}
+    engine = jobs.Engine(device=device)
     with _progress(quiet) as progress:
-        result = jobs.audit(
-            _method(how, jobs.open_data(pool).public, spending),
-            pool,
-            quick=quick,
-            runs=runs,
-            delta=delta,
-            budget=_budget(epsilon, delta),
-            engine=jobs.Engine(device=device),
-            progress=progress,
-        )
+        if release is not None:
+            result = jobs.audit_release(
+                release, pool, quick=quick, runs=runs, engine=engine, progress=progress
+            )
+        else:
+            spending = {"epsilon": epsilon, "delta": delta, "device": device}
+            pool = pool or "digits"
+            result = jobs.audit(
+                _method(how, jobs.open_data(pool).public, spending),
+                pool,
+                quick=quick,
+                runs=runs,
+                delta=delta,
+                budget=_budget(epsilon, delta),
+                engine=engine,
+                progress=progress,
+            )
     if as_json:
         return _print_json(result.to_json())
     out.print(str(result), markup=False)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from understudy.auditing import AuditPool, AuditResult
+from understudy.auditing import AuditFailed, AuditPool, AuditResult
 from understudy.auditing import audit as run_audit
-from understudy.data.datasets import DATASETS, load_heldout, open_data, open_heldout
+from understudy.data.datasets import DATASETS, load_heldout, open_data, open_heldout, open_training
 from understudy.data.folder import check_free, load, save
 from understudy.data.pictures import contact_sheet, draw_pictures, png
 from understudy.data.synthetic import SyntheticSet
@@ -25,7 +25,11 @@ from understudy.data.verify import Verification
 from understudy.data.verify import verify as verify_folder
 from understudy.engine import Engine, Progress, silent
 from understudy.errors import BadConfiguration, LedgerError, ReleaseError, UnknownName
+from understudy.evaluation.ceilings import CEILINGS
+from understudy.evaluation.ceilings import ceilings as compute_ceilings
 from understudy.evaluation.classify import PROTOCOLS, Protocol, Scores, judge, sklearn_scores
+from understudy.evaluation.fidelity import Fidelity
+from understudy.evaluation.fidelity import fidelity as compare
 from understudy.methods import (
     TRAINERS,
     Generative,
@@ -50,6 +54,7 @@ from understudy.run import classifier, evaluate, fit, synthesise
 from understudy.run import sample as draw
 
 SCORES = ".scores.json"
+AUDIT = ".audit.json"
 DEFAULT_METHOD = "whole-set"
 AUTO = "auto"
 
@@ -406,6 +411,23 @@ def _adjacency(name: Adjacency | str) -> Adjacency:
 # Looking
 
 
+@dataclass(frozen=True)
+class Judged:
+    """Hold what :func:`score` found, all of it kept beside the release as well."""
+
+    scores: Mapping[str, Scores]
+    ceilings: Mapping[str, Scores]
+    fidelity: Fidelity | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "scores": {name: item.to_json() for name, item in self.scores.items()},
+            "ceilings": {name: item.to_json() for name, item in self.ceilings.items()},
+            "fidelity": None if self.fidelity is None else self.fidelity.to_json(),
+        }
+
+
 def score(
     folder: str | os.PathLike[str],
     test: str | None = None,
@@ -414,11 +436,21 @@ def score(
     network: str | None = None,
     flips: bool = False,
     seeds: Sequence[int] = (0, 1, 2),
+    training: str | None = None,
+    ceilings: Sequence[str] | None = None,
+    fidelity: bool = False,
+    inception: str | os.PathLike[str] | None = None,
     engine: Engine | None = None,
     progress: Progress = silent,
     **options: Any,
-) -> dict[str, Scores]:
-    """Evaluate a saved release on real test data and keep the scores beside it."""
+) -> Judged:
+    """Evaluate a saved release on real test data and keep what is found beside it.
+
+    ``training`` names real training records to compute ``ceilings`` from (all of them unless some
+    are named). They are read OPENLY, past the gate: see :mod:`understudy.evaluation.ceilings`.
+    ``fidelity`` compares the set with the test records; ``inception`` is a TorchScript file of the
+    standard Inception network for it.
+    """
     release, synthetic = load(folder)
     trained = mechanism_named(release.recipe["method"])
     if synthetic is None and not issubclass(trained, Trainer):
@@ -428,8 +460,19 @@ def score(
     source = test or release.public.name
     if test is None and source not in DATASETS:
         raise BadConfiguration("Say with --test which real data to test on.")
+    if ceilings and training is None:
+        raise BadConfiguration("Ceilings are computed from real training records: say which.")
     heldout = open_heldout(source, like=release.public, **options)
+    chosen = _protocol(protocol)
+    chosen = chosen.with_flips() if flips else chosen
+    references: dict[str, Scores] = {}
+    alike = None
     if synthetic is None:
+        if training is not None or fidelity:
+            raise BadConfiguration(
+                f"{folder} holds a classifier and no synthetic set: there is nothing to compare "
+                "with real records."
+            )
         given = judge(
             classifier(release, engine=engine),
             heldout.images,
@@ -448,8 +491,6 @@ def score(
             seeds=seeds,
         )
     else:
-        chosen = _protocol(protocol)
-        chosen = chosen.with_flips() if flips else chosen
         result = evaluate(
             synthetic,
             heldout,
@@ -460,15 +501,52 @@ def score(
             progress=progress,
         )
         scores = {f"{result.network}, {result.protocol}": result}
-    kept = _beside(Path(folder), SCORES)
-    earlier = json.loads(kept.read_text()) if kept.exists() else {}
-    line = release.statement.ledger_line
-    if earlier.get("ledger_line") != line:
-        earlier = {"ledger_line": line, "test": source, "scores": {}}
-    for name, item in scores.items():
-        earlier["scores"][name] = item.to_json()
-    write_durably(kept, json.dumps(earlier, indent=1).encode())
-    return scores
+    if synthetic is not None and training is not None:
+        claimed = release.statement.epsilon
+        possible = [name for name in CEILINGS if name != "dp-sgd" or math.isfinite(claimed)]
+        references = compute_ceilings(
+            open_training(training, like=release.public),
+            heldout,
+            like=synthetic,
+            protocol=chosen,
+            network=None if network == "sklearn" else network,
+            seeds=seeds,
+            epsilon=claimed if math.isfinite(claimed) else None,
+            delta=release.statement.delta,
+            which=tuple(ceilings or possible),
+            engine=engine,
+            progress=progress,
+        )
+    if synthetic is not None and (fidelity or inception is not None):
+        features = "own" if inception is None else Path(inception)
+        alike = compare(synthetic, heldout, features=features, engine=engine, progress=progress)
+    judged = Judged(scores, references, alike)
+    _keep(Path(folder), release, source, judged)
+    return judged
+
+
+def _keep(folder: Path, release: Release, source: str, judged: Judged) -> None:
+    """Add what was found to the file beside the release; of another release it is replaced."""
+    kept, line = _beside(folder, SCORES), release.statement.ledger_line
+    known = _known(kept, line) or {"ledger_line": line, "test": source}
+    found = judged.to_json()
+    for part in ("scores", "ceilings"):
+        known[part] = {**known.get(part, {}), **found[part]}
+    known["fidelity"] = found["fidelity"] or known.get("fidelity")
+    write_durably(kept, json.dumps(known, indent=1).encode())
+
+
+def _known(kept: Path, line: str) -> dict[str, Any]:
+    """Read what lies beside a release; nothing, where it belongs to another one."""
+    if not kept.exists():
+        return {}
+    try:
+        known = json.loads(kept.read_text())
+        return dict(known) if known["ledger_line"] == line else {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ReleaseError(
+            f"{kept} cannot be read ({error}). Remove it and evaluate again."
+        ) from error
 
 
 def _protocol(name: str) -> Protocol:
@@ -490,15 +568,17 @@ def report(
     entries = []
     for folder in map(Path, folders):
         release, synthetic = load(folder)
-        kept = _beside(folder, SCORES)
-        known = json.loads(kept.read_text()) if kept.exists() else {}
-        fresh = known.get("ledger_line") == release.statement.ledger_line
+        line = release.statement.ledger_line
+        known = _known(_beside(folder, SCORES), line)
         entries.append(
             Entry(
                 release=release,
                 synthetic=synthetic,
                 title=folder.resolve().name,
-                scores=known["scores"] if fresh else {},
+                scores=known.get("scores", {}),
+                ceilings=known.get("ceilings", {}),
+                fidelity=known.get("fidelity"),
+                audit=_known(_beside(folder, AUDIT), line).get("audit"),
                 folder=folder,
             )
         )
@@ -553,6 +633,48 @@ def audit(
         engine=engine,
         progress=progress,
     )
+
+
+def audit_release(
+    folder: str | os.PathLike[str],
+    pool: str | None = None,
+    *,
+    quick: bool = False,
+    runs: int = 1000,
+    engine: Engine | None = None,
+    progress: Progress = silent,
+    **options: Any,
+) -> AuditResult:
+    """Attack the very recipe of a release, and keep the result beside it for the report.
+
+    ``pool`` is public data, or test data, of the same kind of records; by default the test split of
+    the named dataset the release is of. Class sizes are those declared of the private data, so the
+    claim that is audited is the release's own. Raises AuditFailed, after keeping the result.
+    """
+    release, _ = load(folder)
+    public, statement = release.public, release.statement
+    if not statement.private:
+        raise BadConfiguration(f"{folder} claims no guarantee, so there is none to audit.")
+    source = pool or public.name
+    if pool is None and source not in DATASETS:
+        raise BadConfiguration("Say with --pool which public or test records to attack with.")
+    heldout = open_heldout(source, like=public, **options)
+    kind = mechanism_named(release.recipe["method"])
+    result = run_audit(
+        kind.configured(release.recipe["configuration"]),
+        AuditPool.of(heldout.images, heldout.labels, public=public, name=source),
+        runs=runs,
+        delta=statement.delta,
+        quick=quick,
+        strict=False,
+        engine=engine,
+        progress=progress,
+    )
+    kept = {"ledger_line": statement.ledger_line, "audit": result.to_json()}
+    write_durably(_beside(Path(folder), AUDIT), json.dumps(kept, indent=1).encode())
+    if not result.passed:
+        raise AuditFailed(result)
+    return result
 
 
 def summarise(ledger: Ledger) -> dict[str, Any]:
@@ -668,6 +790,7 @@ __all__ = [
     "Verification",
     "account",
     "audit",
+    "audit_release",
     "configure",
     "facts",
     "list_datasets",

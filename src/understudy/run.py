@@ -22,6 +22,7 @@ from understudy.data.synthetic import SyntheticSet
 from understudy.engine import Engine, Progress, silent
 from understudy.errors import BadConfiguration
 from understudy.evaluation.classify import Protocol, Scores, train_and_test
+from understudy.evaluation.fidelity import check_alike
 from understudy.methods import Generative, Mechanism, Method, Trainer, mechanism_named
 from understudy.methods.matching import Matching, Watch
 from understudy.privacy.accounting import Budget, calibrate
@@ -228,16 +229,7 @@ def evaluate(
 
     ``network`` replaces the protocol's own; tables get the MLP unless told otherwise.
     """
-    if tuple(heldout.classes) != synthetic.public.classes:
-        raise BadConfiguration(
-            f"The test set has classes {heldout.classes}; the synthetic set "
-            f"{synthetic.public.classes}."
-        )
-    if heldout.images.shape[1:] != torch.Size(synthetic.public.shape):
-        raise BadConfiguration(
-            f"Test records have shape {tuple(heldout.images.shape[1:])}; synthetic ones "
-            f"{synthetic.public.shape}. Read the test set with the same preparation."
-        )
+    check_alike(synthetic, heldout)
     if network is None and not synthetic.public.is_image:
         network = "mlp"
     return train_and_test(

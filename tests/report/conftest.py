@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.samples import NASTY, digits, measured, scores, table
+from tests.report.samples import NASTY, audit, ceilings, digits, fidelity, measured, scores, table
 from understudy.report import Entry
 
 
@@ -35,6 +35,9 @@ def entry(folder: Path) -> Entry:
         synthetic=synthetic,
         title="Digits at epsilon 1",
         scores={"ConvNet, DM protocol": scores(10), "MLP": scores(10, accuracy=0.7, seeds=1)},
+        ceilings=ceilings(10),
+        fidelity=fidelity(),
+        audit=audit(),
         baselines={"full real data": 0.97},
         folder=Path("somewhere/of mine/digits-release"),
     )
@@ -57,6 +60,9 @@ def nasty(folder: Path) -> Entry:
         synthetic=synthetic,
         title="</title><script>alert(1)</script>",
         scores={"<u>net</u>": scores(10)},
+        ceilings=ceilings(10, "<s>real</s>", "<em>told</em>"),
+        fidelity=fidelity("<img src=x onerror=alert(2)>"),
+        audit=audit(2.0, pool="<a href=//x.example>", findings=["<b>more was asked</b>"]),
         baselines={"<s>ceiling</s>": 0.9},
         folder=Path("/secret/place/rel'\"ease`<x>"),
     )

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 from sklearn.datasets import load_digits
 
+from understudy.auditing import AuditResult, Evidence
 from understudy.data.synthetic import SyntheticSet
 from understudy.evaluation.classify import Scores
+from understudy.evaluation.fidelity import Fidelity, Figures
 from understudy.methods.ldpdc import LDPDC
 from understudy.privacy.accounting import Budget
 from understudy.privacy.gate import PrivateDataset, Records, record_digests
@@ -99,3 +101,62 @@ def scores(classes: int, *, accuracy: float = 0.8, seeds: int = 3, network: str 
         confusions=tuple(confusions),
         settings={"epochs": 1000, "optimiser": {"name": "SGD", "rate": 0.01}},
     ).to_json()
+
+
+def ceilings(classes: int, name: str = "random-real", told: str = "fifty real records") -> Any:
+    """Return references as evaluation writes them. They were not measured."""
+    found = scores(classes, accuracy=0.9)
+    return {name: {**found, "settings": {**found["settings"], "ceiling": told}}}
+
+
+def fidelity(features: str = "features of a ConvNet trained on test records") -> Any:
+    """Return fidelity figures as evaluation writes them. They were not measured."""
+    figures = Figures(
+        frechet_distance=41.5,
+        kernel_distance=0.25,
+        classifier_score=None,
+        precision=0.5,
+        recall=0.25,
+        density=0.75,
+        coverage=0.125,
+        nearest=(1.5, 2.5),
+    )
+    return Fidelity(
+        kind="own",
+        features=features,
+        synthetic=figures,
+        real=dataclasses.replace(figures, frechet_distance=1.25, classifier_score=8.5),
+        records=50,
+        compared=50,
+        reference=150,
+        trained_on=180,
+        seed=0,
+    ).to_json()
+
+
+def audit(bound: float = 0.25, claimed: float = 1.0, pool: str = "digits", **changes: Any) -> Any:
+    """Return an audit's result as it is kept. It was not run."""
+    evidence = Evidence(
+        attack="canary in the mechanism",
+        epsilon=bound,
+        confidence=0.99,
+        rests_on="Gaussian noise",
+        figures={"auroc": 0.625},
+    )
+    return {
+        **AuditResult(
+            method="ldpdc",
+            recipe={},
+            pool=pool,
+            claimed=claimed,
+            delta=1e-5,
+            lower_bound=bound,
+            confidence=0.95,
+            evidence=(evidence,),
+            findings=(),
+            runs=200,
+            releases=12,
+            seconds=3.0,
+        ).to_json(),
+        **changes,
+    }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.report.samples import digits, measured, scores
+from tests.report.samples import audit, digits, measured, scores
 from understudy.data.synthetic import SyntheticSet
 from understudy.errors import ReleaseError, UsageError
 from understudy.privacy.noise import Secret
@@ -101,6 +101,47 @@ def test_scores_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ReleaseError, match=reason):
         gather([dataclasses.replace(entry, scores={"net": broken})])
+
+
+def test_references_fidelity_and_audit_are_told(entry: Entry) -> None:
+    section = gather([entry]).sections[0]
+    (ceiling,) = section.ceilings
+    assert (ceiling.score.name, ceiling.told) == ("random-real", "fifty real records")
+    assert section.resemblance is not None and section.audited is not None
+    frechet, _, score, *_, nearest = section.resemblance.figures
+    assert (frechet.synthetic, frechet.real) == ("41.5", "1.25")
+    assert "not FID" in frechet.title
+    assert (score.synthetic, score.real) == ("–", "8.5")
+    assert nearest.synthetic == "1.5, 2.5"
+    assert all(figure.meaning for figure in section.resemblance.figures)
+    assert (section.audited.lower_bound, section.audited.claimed) == (0.25, 1.0)
+    assert section.audited.passed
+
+
+def test_whether_an_audit_passed_is_found_again_from_its_numbers(entry: Entry) -> None:
+    for found in (
+        audit(1.5, passed=True),
+        audit(0.5, passed=True, findings=["one query too many"]),
+        audit(float("inf")),
+    ):
+        section = gather([dataclasses.replace(entry, audit=found)]).sections[0]
+        assert section.audited is not None and not section.audited.passed
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"audit": {"claimed": 1.0}}, "audit of .* cannot be read"),
+        ({"audit": {**audit(), "claimed": "much"}}, "audit of .* cannot be read"),
+        ({"fidelity": {"features": "x"}}, "fidelity figures of .* cannot be read"),
+        ({"ceilings": {"dm": scores(7)}}, "not about its 10 classes"),
+    ],
+)
+def test_what_lies_beside_a_release_must_fit(
+    entry: Entry, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ReleaseError, match=reason):
+        gather([dataclasses.replace(entry, **changes)])
 
 
 def test_a_known_secret_means_no_guarantee(folder: Path) -> None:

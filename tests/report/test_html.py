@@ -120,7 +120,9 @@ def test_every_text_is_escaped(request: pytest.FixtureRequest) -> None:
     assert len(page.named("script")) == 1
     assert all((image["src"] or "").startswith("data:") for image in page.named("img"))
     told = "".join(page.texts)
-    for name in (*NASTY, "</title>", "{{ 7 * 7 }}", "<marquee>", "<u>net</u>", "<s>ceiling</s>"):
+    for name in (*NASTY, "</title>", "{{ 7 * 7 }}", "<marquee>", "<u>net</u>", "<s>ceiling</s>", "<em>told</em>",
+        "<a href=//x.example>", "<b>more was asked</b>", "<img src=x onerror=alert(2)>",
+    ):  # fmt: skip
         assert name in told, name
     assert "\x00" not in text
     assert "\x1b" not in text
@@ -149,6 +151,12 @@ def test_what_is_said_is_there(request: pytest.FixtureRequest, entry: Entry) -> 
         "The ledger so far",
         "first run on these records",
         "full real data",
+        "fifty real records",
+        "read openly, so the guarantee does not cover them",
+        "Fréchet distance (not FID)",
+        "real against real",
+        "prove that epsilon is at least 0.25",
+        "Gaussian noise",
         "95 % interval",
         "unknown: one seed",
         'load_file("digits-release/synthetic.safetensors")',
@@ -172,6 +180,14 @@ def test_what_was_not_measured_is_said(request: pytest.FixtureRequest) -> None:
     text = rendered(request, "open_entry")
     assert "<b>Not measured.</b>" in text
     assert "understudy evaluate RELEASE --test DATA" in text
+    assert "--fidelity</code> measures" in text
+    assert "understudy audit --release RELEASE" in text
+
+
+def test_a_failed_audit_is_loud(request: pytest.FixtureRequest, nasty: Entry) -> None:
+    assert "<strong>The audit failed</strong>" in rendered(request, "nasty")
+    assert "**FAILED**" in render_markdown(gather([nasty]))
+    assert "The audit failed" not in rendered(request, "entry")
 
 
 def test_every_image_and_chart_is_named(request: pytest.FixtureRequest) -> None:
@@ -330,6 +346,9 @@ def test_markdown_says_the_same(entry: Entry) -> None:
         "Every record is clipped",
         "ConvNet, DM protocol",
         "full real data",
+        "fifty real records",
+        "Fréchet distance (not FID)",
+        "prove epsilon at least 0.25",
         "load_file(",
         "What the guarantee rests on",
     ):

@@ -13,6 +13,7 @@ from understudy.data.datasets import (
     load_heldout,
     open_data,
     open_heldout,
+    open_training,
 )
 from understudy.data.heldout import HeldOut, read_heldout
 from understudy.data.readers import read
@@ -27,6 +28,7 @@ __all__ = [
     "load_heldout",
     "open_data",
     "open_heldout",
+    "open_training",
     "read",
     "read_heldout",
 ]

@@ -24,7 +24,7 @@ from understudy.data.arrays import find_npz, idx_files, read_idx
 from understudy.data.found import MEMORY_LIMIT, Ask, Found, allocate, shown, told
 from understudy.data.heldout import HeldOut, held_out, read_heldout
 from understudy.data.preparation import Array, Preparation
-from understudy.data.readers import Counts, check_preparation, private, read
+from understudy.data.readers import Counts, check_preparation, find, private, read
 from understudy.data.tables import find_cells, table_of
 from understudy.engine import Progress
 from understudy.errors import BadConfiguration, DataError, DatasetAbsent, UnknownName
@@ -519,6 +519,26 @@ def open_heldout(source: Any, *, like: Public, **options: Any) -> HeldOut:
         return load_heldout(source, like=like, **_for_named(source, given))
     _must_exist(source)
     return read_heldout(source, like=like, **given)
+
+
+def open_training(source: Any, *, like: Public, **options: Any) -> HeldOut:
+    """Read training records IN THE OPEN: past the gate, unaccounted.
+
+    For public benchmarks, and for holders who look at their own records and keep what they see to
+    themselves. Of a source with splits the training split is taken unless another is named.
+    """
+    given = {key: value for key, value in options.items() if value is not None}
+    if isinstance(source, str) and source in DATASETS:
+        return load_heldout(source, like=like, **{"split": "train", **_for_named(source, given)})
+    _must_exist(source)
+    ask = Ask(
+        classes=like.classes,
+        columns=like.columns or None,
+        memory_limit=given.get("memory_limit", MEMORY_LIMIT),
+        **{key: given.pop(key) for key in ("label", "image", "split") if key in given},
+    )
+    with told(source):
+        return held_out(find(source, ask), like, **given)
 
 
 def _for_named(name: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from understudy.evaluation.ceilings import CEILINGS, ceilings
 from understudy.evaluation.classify import (
     PROTOCOLS,
     Protocol,
@@ -10,5 +11,17 @@ from understudy.evaluation.classify import (
     sklearn_scores,
     train_and_test,
 )
+from understudy.evaluation.fidelity import Fidelity, fidelity
 
-__all__ = ["PROTOCOLS", "Protocol", "Scores", "judge", "sklearn_scores", "train_and_test"]
+__all__ = [
+    "CEILINGS",
+    "PROTOCOLS",
+    "Fidelity",
+    "Protocol",
+    "Scores",
+    "ceilings",
+    "fidelity",
+    "judge",
+    "sklearn_scores",
+    "train_and_test",
+]

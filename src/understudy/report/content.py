@@ -28,7 +28,7 @@ from understudy.data.layout import PARQUET, TENSORS
 from understudy.data.synthetic import SyntheticSet
 from understudy.errors import ReleaseError, UnknownName, UsageError
 from understudy.evaluation.classify import Scores
-from understudy.methods import method_named
+from understudy.methods import Generative, method_named
 from understudy.privacy.accounting import Accountant, epsilon
 from understudy.privacy.events import Event
 from understudy.privacy.public import Adjacency
@@ -62,13 +62,18 @@ class Entry:
     """Name one release to report on, with whatever was made and measured from it.
 
     ``scores`` holds ``Scores.to_json()`` by the name to show (a protocol or a network), the most
-    important first. ``baselines`` are accuracies to stand beside it: ceilings, other methods.
+    important first; ``ceilings`` the same of references computed on request, explained in their
+    settings. ``fidelity`` is ``Fidelity.to_json()``, ``audit`` ``AuditResult.to_json()``.
+    ``baselines`` are further accuracies to stand beside, such as other methods'.
     """
 
     release: Release
     synthetic: SyntheticSet | None
     title: str
     scores: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    ceilings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fidelity: Mapping[str, Any] | None = None
+    audit: Mapping[str, Any] | None = None
     baselines: Mapping[str, float] = field(default_factory=dict)
     folder: Path | None = None
 
@@ -169,6 +174,63 @@ class Score:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ceiling:
+    """Hold a reference to read a score against, and one sentence on what it is."""
+
+    score: Score
+    told: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Likeness:
+    """Hold one fidelity figure of the set, and of as many real records in its place."""
+
+    title: str
+    meaning: str
+    synthetic: str
+    real: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resemblance:
+    """Hold how near the set is to held-out real records."""
+
+    features: str
+    compared: int
+    records: int
+    reference: int
+    caution: str
+    figures: tuple[Likeness, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """Hold what one attack of an audit proves."""
+
+    name: str
+    epsilon: float
+    confidence: float
+    rests_on: str
+    figures: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audited:
+    """Hold an audit of the recipe a release was made by."""
+
+    pool: str
+    claimed: float
+    delta: float
+    lower_bound: float
+    confidence: float
+    passed: bool
+    runs: int
+    releases: int
+    findings: tuple[str, ...]
+    attacks: tuple[Attack, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Snippet:
     """Hold a few lines that load the set."""
 
@@ -211,7 +273,12 @@ class Section:
     chance: float
     """What the best constant answer reaches; 1 / classes where nothing was tested."""
     scores: tuple[Score, ...]
+    ceilings: tuple[Ceiling, ...]
+    resemblance: Resemblance | None
+    audited: Audited | None
     baselines: Mapping[str, float]
+    endless: bool
+    """Whether the release holds a generator, from which any number of records can be drawn."""
     snippets: tuple[Snippet, ...]
     configuration: Mapping[str, str]
     preparation: tuple[str, ...]
@@ -324,7 +391,17 @@ def _section(entry: Entry) -> Section:
         made=statement.made,
         chance=scores[0].chance if scores else 1 / len(classes),
         scores=scores,
+        ceilings=tuple(
+            Ceiling(
+                score=_score(printable(name), data, classes, entry.title),
+                told=printable(str(data.get("settings", {}).get("ceiling", ""))),
+            )
+            for name, data in entry.ceilings.items()
+        ),
+        resemblance=None if entry.fidelity is None else _resemblance(entry.fidelity, entry.title),
+        audited=None if entry.audit is None else _audited(entry.audit, entry.title),
         baselines={printable(name): float(value) for name, value in entry.baselines.items()},
+        endless=_endless(str(release.recipe["method"])),
         snippets=_snippets(entry, synthetic),
         configuration={
             printable(key): printable(_value(value))
@@ -347,6 +424,13 @@ def _method_title(name: str) -> str:
         return method_named(name).title
     except UnknownName:  # a method of a package that is not installed here
         return name
+
+
+def _endless(name: str) -> bool:
+    try:
+        return issubclass(method_named(name), Generative)
+    except UnknownName:
+        return False
 
 
 def _groups(synthetic: SyntheticSet, classes: Sequence[str]) -> tuple[ClassGroup, ...]:
@@ -560,6 +644,88 @@ def _score(name: str, data: Mapping[str, Any], classes: Sequence[str], title: st
             printable(key): printable(_value(value)) for key, value in _flat(scores.settings)
         },
     )
+
+
+# Fidelity and audit
+
+MEANINGS = {
+    "frechet_distance": "distance of two bell curves fitted to the features; 0 is alike",
+    "kernel_distance": "distance of the two sets of features themselves; 0 is alike",
+    "classifier_score": "how sure of a class each record is while all classes occur; more is better",
+    "precision": "share of synthetic records that fall among real ones",
+    "recall": "share of real records that fall among synthetic ones",
+    "density": "how deep among real ones the synthetic records fall; 1 is as deep as real ones",
+    "coverage": "share of real records with a synthetic one in their neighbourhood",
+    "nearest": "distance to the nearest held-out record; far below the reference would be a copy",
+}
+
+
+def _resemblance(data: Mapping[str, Any], title: str) -> Resemblance:
+    """Read ``Fidelity.to_json()``."""
+    try:
+        return Resemblance(
+            features=printable(str(data["features"])),
+            compared=int(data["compared"]),
+            records=int(data["records"]),
+            reference=int(data["reference"]),
+            caution=printable(str(data["caution"])),
+            figures=tuple(
+                Likeness(
+                    title=printable(str(name)),
+                    meaning=MEANINGS.get(key, ""),
+                    synthetic=_figure(data["synthetic"][key]),
+                    real=_figure(data["real"][key]),
+                )
+                for key, name in data["titles"].items()
+            ),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReleaseError(
+            f"The fidelity figures of '{title}' cannot be read ({type(error).__name__}: {error}). "
+            "Evaluate the release again."
+        ) from error
+
+
+def _figure(value: Any) -> str:
+    if value is None:
+        return "–"
+    parts = value if isinstance(value, list | tuple) else (value,)
+    return ", ".join(f"{float(part):.4g}" for part in parts)
+
+
+def _audited(data: Mapping[str, Any], title: str) -> Audited:
+    """Read ``AuditResult.to_json()``; whether it passed is found again from its numbers."""
+    try:
+        claimed, bound = float(data["claimed"]), float(data["lower_bound"])
+        findings = tuple(printable(str(finding)) for finding in data["findings"])
+        return Audited(
+            pool=printable(str(data["pool"])),
+            claimed=claimed,
+            delta=float(data["delta"]),
+            lower_bound=bound,
+            confidence=float(data["confidence"]),
+            passed=bound <= claimed and not findings,
+            runs=int(data["runs"]),
+            releases=int(data["releases"]),
+            findings=findings,
+            attacks=tuple(
+                Attack(
+                    name=printable(str(found["attack"])),
+                    epsilon=float(found["epsilon"]),
+                    confidence=float(found["confidence"]),
+                    rests_on=printable(str(found["rests_on"])),
+                    figures=printable(
+                        ", ".join(f"{k} {_figure(float(v))}" for k, v in found["figures"].items())
+                    ),
+                )
+                for found in data["evidence"]
+            ),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReleaseError(
+            f"The audit of '{title}' cannot be read ({type(error).__name__}: {error}). Audit it "
+            "again."
+        ) from error
 
 
 # Loading

@@ -238,6 +238,34 @@ def epsilon_bars(name: str, title: str, alone: Sequence[tuple[str, float]], toge
     return _svg(name, title, told, 5.0, 0.95 + 0.36 * len(rows), draw)
 
 
+def audit_bars(name: str, title: str, bounds: Sequence[tuple[str, float]], claimed: float) -> str:
+    """Draw what each attack proves epsilon to be at least, against the claim."""
+    finite = [value for _, value in bounds if math.isfinite(value)]
+    most = max([*finite, claimed if math.isfinite(claimed) else 0.0]) or 1.0
+
+    def draw(axes: Axes) -> None:
+        for place, (_, value) in enumerate(bounds):
+            length = value if math.isfinite(value) else 1.08 * most
+            axes.barh(place, length, height=0.62, color=COLOUR["c2" if value > claimed else "c1"])
+            text = f"{value:.3g}" if math.isfinite(value) else "infinite"
+            axes.text(length + 0.012 * most, place, text, va="center")
+        _label_rows(axes, [label for label, _ in bounds], most=44)
+        axes.set_xlim(0, 1.15 * most)
+        axes.grid(axis="x")
+        axes.spines["left"].set_visible(False)
+        axes.set_xlabel("epsilon is at least")
+        if math.isfinite(claimed):
+            axes.axvline(claimed, color=COLOUR["ink"], lw=1.4, ls=_DASHES)
+            axes.text(
+                claimed, 1.0, f"claimed {claimed:.4g}", color=COLOUR["ink"], ha="center",
+                va="bottom", fontsize=9, transform=axes.get_xaxis_transform(),
+            )  # fmt: skip
+
+    told = "; ".join(f"{label}: at least {value:.3g}" for label, value in bounds)
+    told += f"; claimed: {claimed:.4g}"
+    return _svg(name, title, told, 4.4, 0.95 + 0.36 * len(bounds), draw)
+
+
 def attack_curve(
     name: str, title: str, epsilon: float, delta: float, total: float | None = None
 ) -> str:

@@ -96,6 +96,7 @@ def _charts(section: Section, name: str) -> dict[str, Any]:
             "Accuracy on real test records",
             [
                 *(_bar(score.name, score) for score in section.scores),
+                *(_bar(one.score.name, one.score, "c6") for one in section.ceilings),
                 *(
                     figures.Bar(label=label, value=value, colour="c6")
                     for label, value in section.baselines.items()
@@ -122,6 +123,13 @@ def _charts(section: Section, name: str) -> dict[str, Any]:
             }
             for place, score in enumerate(section.scores)
         ]
+    if section.audited is not None and section.audited.attacks:
+        charts["audit"] = figures.audit_bars(
+            f"{name}-audit",
+            "Lower bounds on epsilon from attacks, beside the claim",
+            [(attack.name, attack.epsilon) for attack in section.audited.attacks],
+            section.audited.claimed,
+        )
     return {key: _safe(value) for key, value in charts.items()}
 
 
