@@ -14,7 +14,6 @@ import os
 import warnings
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from understudy.data.heldout import HeldOut
