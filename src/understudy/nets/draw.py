@@ -83,21 +83,19 @@ def draw_parameters(
     for `torch.func.vmap`; row i equals what seeds[i] gives alone. `module` itself is only read for
     its shapes and may live on the meta device.
     """
-    alone = isinstance(seeds, int)
     rows = [seeds] if isinstance(seeds, int) else list(seeds)
+    stack = () if isinstance(seeds, int) else (len(rows),)
     layout = list(_bounds(module))
-    flat = uniforms(rows, sum(p.numel() for _, p, bound in layout if bound), device=device)
+    sizes = [parameter.numel() for _, parameter, bound in layout if bound is not None]
+    pieces = iter(torch.split(uniforms(rows, sum(sizes), device=device), sizes, dim=1))
     drawn: dict[str, Tensor] = {}
-    at = 0
     for name, parameter, bound in layout:
-        shape = (len(rows), *parameter.shape)
+        shape = (*stack, *parameter.shape)
         if bound is not None:
-            values = flat[:, at : at + parameter.numel()].reshape(shape) * bound
-            at += parameter.numel()
+            drawn[name] = (next(pieces) * bound).view(shape)
         else:
             value = 1.0 if name.endswith("weight") else 0.0
-            values = torch.full(shape, value, device=device)
-        drawn[name] = values[0] if alone else values
+            drawn[name] = torch.full(shape, value, device=device)
     return drawn
 
 

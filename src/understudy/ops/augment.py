@@ -15,6 +15,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,6 +24,8 @@ from torch.nn import functional as F
 from understudy.errors import BadConfiguration, UnknownName
 
 __all__ = ["FAMILIES", "AugmentParams", "Augmentation", "apply"]
+
+Numbers = npt.NDArray[np.float64]
 
 FAMILIES = ("none", "color", "crop", "cutout", "flip", "scale", "rotate")
 _AFFINE = frozenset({"crop", "flip", "scale", "rotate"})
@@ -96,57 +100,55 @@ class Augmentation:
             raise BadConfiguration(
                 f"Augmentation needs pictures of at least 2x2 pixels, not {size}."
             )
-        # Always the same numbers for a draw, whichever family uses them.
-        choice, *u = torch.rand(10, n, generator=generator, dtype=torch.float64)
+        # Always the same numbers for a draw, whichever family uses them. They are few, and NumPy
+        # starts an operation several times sooner than torch.
+        choice, *u = torch.rand(10, n, generator=generator, dtype=torch.float64).numpy()
 
-        family = torch.zeros(n, dtype=torch.int64)
-        if self.families:
-            numbers = torch.tensor([FAMILIES.index(name) for name in self.families])
-            picked = (choice * len(numbers)).long()
-            family = numbers[picked[:1].expand(n) if one_family else picked]
+        offered = np.array([FAMILIES.index(name) for name in self.families or ("none",)])
+        family = offered[(choice * len(offered)).astype(np.int64)]
+        if one_family:
+            family[:] = family[:1]
 
-        def is_drawn(name: str) -> Tensor:
-            return family == FAMILIES.index(name)
+        def is_drawn(name: str) -> npt.NDArray[np.bool_]:
+            drawn: npt.NDArray[np.bool_] = family == FAMILIES.index(name)
+            return drawn
 
-        def between(number: Tensor, low: float, high: float) -> Tensor:
+        def between(number: Numbers, low: float, high: float) -> Numbers:
             return low + (high - low) * number
 
-        def among(number: Tensor, low: int, high: int) -> Tensor:
-            return low + (number * (high - low + 1)).floor()
+        def among(number: Numbers, low: int, high: int) -> Numbers:
+            return low + np.floor(number * (high - low + 1))
 
-        brightness = between(u[0], -_BRIGHTNESS, _BRIGHTNESS)
-        saturation, contrast = between(u[1], *_SATURATION), between(u[2], *_CONTRAST)
-        color = torch.stack([brightness, saturation, contrast], dim=1)
-        neutral = torch.tensor([0.0, 1.0, 1.0], dtype=color.dtype)
-        color = torch.where(is_drawn("color")[:, None], color, neutral)
+        color = np.empty((n, 3), np.float32)
+        drawn = is_drawn("color")
+        color[:, 0] = np.where(drawn, between(u[0], -_BRIGHTNESS, _BRIGHTNESS), 0.0)
+        color[:, 1] = np.where(drawn, between(u[1], *_SATURATION), 1.0)
+        color[:, 2] = np.where(drawn, between(u[2], *_CONTRAST), 1.0)
 
         # x_in = xx x_out + xy y_out + shift_x, and likewise for y.
-        one, zero = torch.ones_like(choice), torch.zeros_like(choice)
-        scale_x, scale_y = (between(u[3], 1 / _SCALE, _SCALE), between(u[4], 1 / _SCALE, _SCALE))
-        angle = torch.where(is_drawn("rotate"), between(u[5], -_ROTATE, _ROTATE), zero)
+        affine = np.empty((n, 2, 3), np.float32)
+        scaled, shifted = is_drawn("scale"), is_drawn("crop")
+        angle = np.where(is_drawn("rotate"), between(u[5], -_ROTATE, _ROTATE), 0.0)
         aspect = (height - 1) / (width - 1)
-        flipped = is_drawn("flip") & (u[6] < _FLIP)
-        xx = torch.where(is_drawn("scale"), scale_x, angle.cos())
-        xx = torch.where(flipped, -one, xx)
-        yy = torch.where(is_drawn("scale"), scale_y, angle.cos())
+        straight, turned = np.cos(angle), np.sin(angle)
+        xx = np.where(scaled, between(u[3], 1 / _SCALE, _SCALE), straight)
+        affine[:, 0, 0] = np.where(is_drawn("flip") & (u[6] < _FLIP), -1.0, xx)
+        affine[:, 0, 1] = -turned * aspect
+        affine[:, 1, 0] = turned / aspect
+        affine[:, 1, 1] = np.where(scaled, between(u[4], 1 / _SCALE, _SCALE), straight)
         pad_y, pad_x = (int(_CROP * side + 0.5) for side in size)
-        shift_x = among(u[7], -pad_x, pad_x) * 2 / (width - 1)
-        shift_y = among(u[8], -pad_y, pad_y) * 2 / (height - 1)
-        rows = [
-            torch.stack([xx, -angle.sin() * aspect, torch.where(is_drawn("crop"), shift_x, zero)]),
-            torch.stack([angle.sin() / aspect, yy, torch.where(is_drawn("crop"), shift_y, zero)]),
-        ]
-        affine = torch.stack(rows).permute(2, 0, 1)
+        affine[:, 0, 2] = np.where(shifted, among(u[7], -pad_x, pad_x) * 2 / (width - 1), 0.0)
+        affine[:, 1, 2] = np.where(shifted, among(u[8], -pad_y, pad_y) * 2 / (height - 1), 0.0)
 
         # The centre of the hole is uniform, so part of it may lie outside.
-        edges = []
-        for side, number in ((height, u[7]), (width, u[8])):
+        hole = np.empty((n, 4), np.float32)
+        cut = is_drawn("cutout")
+        for edge, side, number in ((0, height, u[7]), (2, width, u[8])):
             hole_side = int(_CUTOUT * side + 0.5)
             start = among(number, 0, side - hole_side % 2) - hole_side // 2
-            edges += [start, start + hole_side]
-        hole = torch.stack(edges, dim=1) * is_drawn("cutout")[:, None]
+            hole[:, edge], hole[:, edge + 1] = start * cut, (start + hole_side) * cut
 
-        return AugmentParams(family, color.float(), affine.float(), hole.float())
+        return AugmentParams(*map(torch.from_numpy, (family, color, affine, hole)))
 
     def apply(self, images: Tensor, params: AugmentParams) -> Tensor:
         """Transform the pictures; see `apply` of this module."""

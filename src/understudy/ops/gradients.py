@@ -43,7 +43,7 @@ def gradient_of_one(
     fixed = {name: value for name, value in values.items() if name not in names}
 
     def loss(moving: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        logits = functional_call(net, {**moving, **fixed}, (image[None],))
+        logits = _called(net, {**moving, **fixed}, image[None])
         return F.cross_entropy(logits, label[None])
 
     slopes = grad(loss)
@@ -77,11 +77,21 @@ def batch_gradient(
     """
     moving = {name: parameters[name].detach().requires_grad_() for name in names}
     pieces = torch.split(images, _at_once(images))
-    logits = torch.cat([functional_call(net, {**parameters, **moving}, (x,)) for x in pieces])
+    logits = torch.cat([_called(net, {**parameters, **moving}, x) for x in pieces])
     slopes = torch.autograd.grad(
         F.cross_entropy(logits, labels), list(moving.values()), create_graph=create_graph
     )
     return dict(zip(names, slopes, strict=True))
+
+
+def _called(net: nn.Module, parameters: dict[str, Tensor], images: Tensor) -> Tensor:
+    """Call a network with these parameters in place of its own.
+
+    All of them are named, so none has to be found by being tied to another: torch's search for
+    such takes longer than starting the network's operations.
+    """
+    logits: Tensor = functional_call(net, parameters, (images,), tie_weights=False)
+    return logits
 
 
 def _at_once(images: Tensor) -> int:
