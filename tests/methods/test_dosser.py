@@ -80,6 +80,20 @@ def test_matching_in_the_subspace_lowers_the_loss(release: Release) -> None:
     assert np.mean(losses[-20:]) < 0.7 * np.mean(losses[:5])
 
 
+def test_gradients_are_signals_like_any_other(tmp_path: Path) -> None:
+    """Sampled, projected, clipped, noised and matched as features are; a free choice (3.1)."""
+    method = small(features="gradients", subspace=6, auxiliary=FIELDS, learning_rate=0.3)
+    assert method.plan(MNIST) == small(subspace=6, auxiliary=FIELDS).plan(MNIST)
+    release = fit(two_pictures(), method, ledger=Ledger(tmp_path / "l"), engine=CPU)
+    assert release.signals["sums"].shape == (20, 2, 6)
+    losses: list[float] = []
+    made = synthesise(
+        release, engine=CPU, progress=lambda a, b, text: losses.append(float(text.split()[-1]))
+    )
+    assert made.per_class == [2, 2]
+    assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:5])
+
+
 def test_another_subspace_is_noticed(release: Release) -> None:
     method = Dosser.configured(release.recipe["configuration"])
     other = torch.rand(40, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1

@@ -16,6 +16,7 @@ from understudy.engine import Engine
 from understudy.errors import BadConfiguration, DataError, ReleaseError
 from understudy.methods import NDPDC, Dosser, Method, WholeSet
 from understudy.methods.matching import (
+    PUBLIC_IMAGES,
     Auxiliary,
     Extractor,
     Optimisation,
@@ -61,6 +62,8 @@ LOOKS: dict[str, dict[str, Any]] = {
     "linear": {"kind": "linear"},
     "pixels": {"kind": "pixels", "augmentation": STRATEGY},
     "frequencies": {"kind": "pixels", "subspace": 9},
+    "gradients": {"kind": "gradients", "augmentation": STRATEGY},
+    "gradients in a subspace": {"kind": "gradients", "subspace": 4, "auxiliary": auxiliary()},
 }
 
 
@@ -71,13 +74,14 @@ def test_one_records_contribution_is_its_row_of_the_batch(look: dict[str, Any]) 
     maker = extractor(**look)
     for i in range(3):
         signal = maker.signal(i)
-        batch = signal.features(images, signal.per_image(3))
+        batch = signal.features(images, signal.per_image(3), labels)
         assert batch.shape == (9, maker.features)
         rows = vmap(signal.contribution(), randomness="error")(images, labels)
         torch.testing.assert_close(rows, batch, atol=1e-5, rtol=1e-4)
         alone = signal.contribution()(images[4], labels[4])
         torch.testing.assert_close(alone, batch[4], atol=1e-5, rtol=1e-4)
-        assert batch.norm(dim=1).max() <= maker.largest_norm or maker.subspace
+        if maker.kind != "gradients" and not maker.subspace:
+            assert batch.norm(dim=1).max() <= maker.largest_norm
 
 
 def test_signals_come_from_numbers_alone_and_differ() -> None:
@@ -143,13 +147,54 @@ def test_measured_sums_are_the_sums_of_clipped_features() -> None:
         torch.testing.assert_close(sums[i], expected, atol=1e-4, rtol=1e-4)
 
 
+def test_a_gradient_signal_is_the_gradient_of_one_records_loss() -> None:
+    """Restate it: a random classifier, plain autograd, the weights but not the biases."""
+    maker, images, labels = extractor(kind="gradients"), auxiliary(4), torch.tensor([2, 0, 1, 1])
+    net = random_convnet(public_seed(3, "network", 1), (1, 8, 8), 3, width=6)
+    weights = [value for value in net.parameters() if value.dim() > 1]
+    assert maker.features == sum(value.numel() for value in weights)
+    rows = maker.signal(1).embed(images, labels)
+    for j in range(4):
+        loss = torch.nn.functional.cross_entropy(net(images[j : j + 1]), labels[j : j + 1])
+        expected = torch.cat([part.flatten() for part in torch.autograd.grad(loss, weights)])
+        torch.testing.assert_close(rows[j], expected, atol=1e-6, rtol=1e-4)
+    with pytest.raises(BadConfiguration, match="label"):
+        maker.signal(1).embed(images)
+    with pytest.raises(BadConfiguration, match="clip_norm"):
+        _ = maker.largest_norm
+
+
+def test_gradients_in_a_subspace_take_auxiliary_image_j_for_class_j_mod_classes() -> None:
+    maker = extractor(kind="gradients", subspace=4, auxiliary=auxiliary(), width=4)
+    signal = maker.signal(0)
+    assert signal.subspace is not None
+    rows = signal.embed(auxiliary(), torch.arange(30) % 3)
+    torch.testing.assert_close(signal.subspace.mean, rows.mean(0), atol=1e-6, rtol=1e-4)
+    exact = torch.linalg.svd((rows - rows.mean(0)).double(), full_matrices=False).Vh[0]
+    assert abs(float(exact @ signal.subspace.components[:, 0].double())) > 0.999
+
+
+def test_tables_have_gradients_too() -> None:
+    public = dataclasses.replace(PUBLIC, shape=(14,))
+    maker = extractor(kind="gradients", public=public)
+    assert maker.features == 14 * 128 + 128 * 128 + 128 * 3
+    assert (
+        maker.signal(0).embed(torch.zeros(2, 14), torch.tensor([0, 2])).shape[1] == maker.features
+    )
+
+
+@pytest.mark.parametrize("each", [(2, 2, 2), (3, 1, 2)])
+@pytest.mark.parametrize("kind", ["convnet", "gradients"])
 @pytest.mark.parametrize("expanded", [False, True])
-def test_optimising_is_the_papers_loop(expanded: bool) -> None:
+def test_optimising_is_the_papers_loop(
+    expanded: bool, kind: Any, each: tuple[int, int, int]
+) -> None:
     """Restate it plainly: a loop over classes, torch.optim.SGD, one image's draw at a time."""
-    maker = extractor(augmentation=STRATEGY)
+    maker = extractor(augmentation=STRATEGY, kind=kind)
     targets = torch.randn(4, 3, maker.features, generator=torch.Generator().manual_seed(2))
     how = Optimisation(steps=4, learning_rate=0.5, expand=expanded)
-    done = optimise(targets, maker, how, images_per_class=2, weight=10.0, clip_norm=1.0)
+    stored = 2 if each == (2, 2, 2) else each
+    done = optimise(targets, maker, how, images_per_class=stored, weight=10.0, clip_norm=1.0)
 
     generator = torch.Generator().manual_seed(public_seed(3, "start"))
     images = torch.randn(6, 1, 8, 8, generator=generator).requires_grad_()
@@ -159,13 +204,13 @@ def test_optimising_is_the_papers_loop(expanded: bool) -> None:
         signal, loss = maker.signal(i), torch.zeros(())
         assert signal.draws is not None
         for c in range(3):
-            own, total = images[2 * c : 2 * c + 2], torch.zeros(maker.features)
+            own, total = images.split(each)[c], torch.zeros(maker.features)
             if expanded:
                 halves = [half for row in own.split(4, 2) for half in row.split(4, 3)]
                 own = up(torch.cat(halves))
             draw = AugmentParams(*(part[c : c + 1] for part in signal.draws))
             for j in range(len(own)):
-                row = signal.features(own[j : j + 1], draw)[0]
+                row = signal.features(own[j : j + 1], draw, torch.tensor([c]))[0]
                 total = total + row * min(1.0, 1 / float(row.detach().norm()))
             loss = loss + (10.0 / len(own) * total - targets[i, c]).square().sum()
         sgd.zero_grad()
@@ -174,10 +219,44 @@ def test_optimising_is_the_papers_loop(expanded: bool) -> None:
     final = images.detach()
     if expanded:
         assert len(done) == 24
-        assert done.per_class == [8, 8, 8]
+        assert done.per_class == [4 * count for count in each]
         torch.testing.assert_close(done.images[:1], up(final[:1, :, :4, :4]), atol=1e-3, rtol=1e-3)
     else:
+        assert done.per_class == list(each)
         torch.testing.assert_close(done.images, final, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "each", "expected"),
+    [
+        ((24720, 7841), 50, (76, 24)),  # Adult
+        ((10, 10, 10), 5, (5, 5, 5)),
+        ((1, 1, 1), 1, (1, 1, 1)),
+        ((1000, 1, 1), 2, (4, 1, 1)),  # nobody is left out
+        ((5, 3, 2), 4, (6, 4, 2)),  # 6.0, 3.6, 2.4
+    ],
+)
+def test_declared_shares_follow_the_class_sizes(
+    sizes: tuple[int, ...], each: int, expected: tuple[int, ...]
+) -> None:
+    classes = tuple(map(str, range(len(sizes))))
+    public = dataclasses.replace(PUBLIC, classes=classes, counts=sizes)
+    declared = NDPDC(images_per_class=each, class_shares="declared")
+    assert declared.counts(public) == expected
+    assert sum(expected) == each * len(sizes)
+    assert NDPDC(images_per_class=each).counts(public) == (each,) * len(sizes)
+
+
+def test_a_set_in_declared_shares_comes_from_any_release(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).uniform(-1, 1, (40, 5)).astype(np.float32)
+    labels = (np.arange(40) % 4 == 0).astype(np.int64)
+    method = NDPDC.configured({"iterations": 4, "group_size": 5.0, "images_per_class": 4})
+    release = fit(private(rows, labels), method, ledger=Ledger(tmp_path / "l"), engine=CPU)
+    assert synthesise(release, engine=CPU).per_class == [4, 4]
+    shares = dataclasses.replace(method, class_shares="declared")
+    made = synthesise(release, shares, engine=CPU)
+    assert made.per_class == [6, 2]
+    assert made.labels.tolist() == [0] * 6 + [1] * 2
 
 
 def test_noise_is_drawn_once_a_signal_and_never_again(
@@ -290,6 +369,18 @@ def test_auxiliary_images_are_named_by_their_hash(tmp_path: Path) -> None:
     assert Auxiliary.of(uint8).images(PUBLIC).abs().max() <= 1
 
 
+def test_a_statement_assumes_that_given_images_are_public_and_no_more(tmp_path: Path) -> None:
+    for turn, (source, told) in enumerate(
+        ((None, False), (Auxiliary.FIELDS, False), (auxiliary(), True))
+    ):
+        subspace = None if source is None else 4
+        values = {**NDPDC.miniature, "auxiliary": source, "subspace": subspace}
+        release = fit(
+            few(), NDPDC.configured(values), ledger=Ledger(tmp_path / str(turn)), engine=CPU
+        )
+        assert (PUBLIC_IMAGES in release.statement.assumptions) is told
+
+
 def test_signals_are_not_read_with_another_configuration(tmp_path: Path) -> None:
     method = NDPDC.configured(NDPDC.miniature)
     release = fit(few(), method, ledger=Ledger(tmp_path / "l"), engine=CPU)
@@ -310,6 +401,7 @@ def test_signals_are_not_read_with_another_configuration(tmp_path: Path) -> None
         {"learning_rate": 0.0},
         {"momentum": 1.0},
         {"features": "vgg"},
+        {"class_shares": "private"},
         {"subspace": 0, "features": "pixels"},
         {"subspace": 5},
     ],

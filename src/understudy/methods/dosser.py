@@ -28,19 +28,23 @@ class Dosser(Matching):
 
     ``auxiliary``: public images, in any mixture of classes: a tensor, a file, or "random fields",
     pictures drawn by a formula. They cost no budget *because they are public*; the recipe keeps
-    their hash. Without ``subspace`` there is no projection and none are needed. Only noisy
-    projected sums are kept; networks and subspaces are rebuilt.
+    their hash. Or "diffusion": a generator trained first, on a declared share of the budget
+    (:class:`~understudy.methods.diffusion.Diffusion`). Without ``subspace`` there is no projection
+    and none are needed. Only noisy projected sums (and a generator's pictures) are kept; networks
+    and subspaces are rebuilt.
 
-    Guarantee: Theorem III.2 of Zheng and Li 2024 with q = max L / N_c, I1 times; Dosser's
-    Theorem 2 with a public auxiliary set (epsilon_2 = 0).
+    ``features="gradients"``: f_i is the gradient of a random classifier's loss on one record, by
+    its weights, as Section 3.1 allows; the rest is the same.
+
+    Guarantee: Theorem III.2 of Zheng and Li 2024 with q = max L / N_c, I1 times; public auxiliary
+    images cost nothing (Dosser's Theorem 2 with epsilon_2 = 0), and a generator's training is
+    composed with it, adaptively, by one accountant.
     """
 
     name: ClassVar[str] = "dosser"
     title: ClassVar[str] = "Decoupled sampling and optimisation in a subspace"
     source: ClassVar[str] = "Dosser, Sections 3.2 and 3.3, Equations 1 to 5, Theorem 2"
-    assumptions: ClassVar[tuple[str, ...]] = (
-        "Auxiliary images, where there are any, are public: they contain no private record.",
-    )
+    trains_generator: ClassVar[bool] = True
     departures: ClassVar[tuple[str, ...]] = (
         "Noise is added once, at sampling, from a secret source. The published code adds it anew "
         "at every optimisation step, repeated only because a public seed repeats it.",
@@ -48,7 +52,6 @@ class Dosser(Matching):
         "the paper clips first and Lemma 1 takes the sensitivity from the data.",
         "All classes take one optimiser step together; the published code takes one per class.",
         "The result is a moving average of the images (as its code, not its paper, has it).",
-        "No generator is trained on a share of the budget for auxiliary images.",
     )
 
     presets: ClassVar[Mapping[str, Preset]] = {
@@ -107,8 +110,8 @@ class Dosser(Matching):
         )
 
     def plan(self, public: Public) -> Plan:
-        """Ask I1 times, whatever I2 will be."""
-        return Plan(Step(self.query(public), times=self.sampling_iterations))
+        """Train the generator, if there is one; ask I1 times, whatever I2 will be."""
+        return self.planned(public, Step(self.query(public), times=self.sampling_iterations))
 
     def fit(self, release: Release) -> Fit:
         """Optimise on stored signals, drawn at random, for I2 steps."""

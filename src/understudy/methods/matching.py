@@ -23,25 +23,29 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
 
 from understudy.data.synthetic import SyntheticSet
 from understudy.engine import Engine, Progress, silent
-from understudy.errors import BadConfiguration, DataError, ReleaseError
+from understudy.errors import BadConfiguration, DataError, ReleaseError, UnknownName
 from understudy.methods.base import Method
+from understudy.methods.diffusion import Diffusion
+from understudy.nets.classifiers import MLP
 from understudy.nets.convnet import ConvNet
 from understudy.nets.draw import draw_parameters
 from understudy.ops.augment import Augmentation, AugmentParams
 from understudy.ops.augment import apply as augment
 from understudy.ops.bound import bound
 from understudy.ops.expand import PARTS, expand
+from understudy.ops.gradients import gradient_of_one, matched
 from understudy.ops.match import matching_loss
 from understudy.ops.subspace import (
     Subspace,
@@ -51,7 +55,7 @@ from understudy.ops.subspace import (
     random_fields,
 )
 from understudy.privacy.durable import write_durably
-from understudy.privacy.events import Query
+from understudy.privacy.events import Plan, Query, Step
 from understudy.privacy.gate import Gate
 from understudy.privacy.public import Public
 from understudy.privacy.release import Release
@@ -68,7 +72,7 @@ __all__ = [
     "public_seed",
 ]
 
-Kind = Literal["convnet", "linear", "pixels"]
+Kind = Literal["convnet", "linear", "pixels", "gradients"]
 Watch = Callable[[int, SyntheticSet], None]
 """Called with (steps done, the set as it is), to look at it on the way."""
 
@@ -77,6 +81,10 @@ LINEAR_FEATURES = 64  # DPDC's extractor for Adult is 14 x 64
 CACHE_BYTES = 256 * 2**20
 """Rebuilt signals that may be kept at hand."""
 _PIXELS_PER_PIECE = 16 * 32 * 32  # a CPU is fastest on about sixteen 32x32 pictures at a time
+
+
+PUBLIC_IMAGES = "The auxiliary images are public: they contain no private record."
+"""What a statement assumes where auxiliary images are given."""
 
 
 def public_seed(*place: object) -> int:
@@ -145,6 +153,20 @@ class Auxiliary:
         return {"sha256": self.sha256, "path": self.path}
 
 
+def _auxiliary(source: Any) -> Auxiliary | Diffusion:
+    """Take a generator's configuration, its name, or whatever names images."""
+    if isinstance(source, Diffusion):
+        return source
+    if isinstance(source, str) and source == Diffusion.NAME:
+        return Diffusion()
+    if isinstance(source, Mapping):
+        if Diffusion.NAME in source:
+            return Diffusion.of(source[Diffusion.NAME])
+        if "sha256" not in source:
+            raise UnknownName("auxiliary", next(iter(source), ""), (Diffusion.NAME, "sha256"))
+    return Auxiliary.of(source)
+
+
 def _read_images(path: Path) -> Tensor:
     try:
         if path.suffix == ".safetensors":
@@ -174,6 +196,13 @@ def _digest(images: Tensor) -> str:
 # Signals
 
 
+class Embed(Protocol):
+    """Extract one vector from each record. Only gradients look at the labels."""
+
+    def __call__(self, records: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return (n, features)."""
+
+
 class _Embedding(ConvNet):
     """A ConvNet without its last layer, called for its features."""
 
@@ -189,20 +218,22 @@ class _Embedding(ConvNet):
 class Signal:
     """Look at records in one public way: augment by class, extract features, project."""
 
-    embed: Callable[[Tensor], Tensor]
+    embed: Embed
     draws: AugmentParams | None  # one a class, on the CPU
     subspace: Subspace | None
     device: torch.device
 
-    def features(self, records: Tensor, draws: AugmentParams | None) -> Tensor:
+    def features(
+        self, records: Tensor, draws: AugmentParams | None, labels: Tensor | None = None
+    ) -> Tensor:
         """Return P^T Phi(A_w(x)) for records (n, *shape), given one draw each."""
         if draws is not None:
             records = augment(records, draws)
-        features = self.embed(records)
+        features = self.embed(records, labels)
         return features if self.subspace is None else project(features, self.subspace)
 
-    def per_image(self, images_per_class: int) -> AugmentParams | None:
-        """Return the draws for a set kept class by class.
+    def per_image(self, images_per_class: int | Tensor) -> AugmentParams | None:
+        """Return the draws for a set kept class by class: one number, or one a class.
 
         Families stay on the CPU, where they are read; the numbers go where the images are.
         """
@@ -217,7 +248,7 @@ class Signal:
 
         def of_one(record: Tensor, label: Tensor) -> Tensor:
             own = None if draws is None else AugmentParams(*(part[label][None] for part in draws))
-            return self.features(record[None], own)[0]
+            return self.features(record[None], own, label[None])[0]
 
         return of_one
 
@@ -226,10 +257,12 @@ class Signal:
 class Extractor:
     """Rebuild signal i from numbers. Everything here is public.
 
-    ``kind``: a random ConvNet; a random linear map to 64 features; or the record itself, brought
-    to [0, 1] so that a dark background is zero (``pixels``). ``subspace``: how many directions to
-    project onto; the principal ones of the auxiliary images' features (Dosser's SER), or for
-    pixels without auxiliary images the lowest frequencies.
+    ``kind``: a random ConvNet; a random linear map to 64 features; the record itself, brought
+    to [0, 1] so that a dark background is zero (``pixels``); or the gradient of a random
+    classifier's loss on this record, by its weights (``gradients``, as in PSG). ``subspace``: how
+    many directions to project onto; the principal ones of the auxiliary images' features
+    (Dosser's SER), or for pixels without auxiliary images the lowest frequencies. Where labels
+    matter, auxiliary image j counts as one of class j mod classes.
     """
 
     public: Public
@@ -244,11 +277,16 @@ class Extractor:
 
     @functools.cached_property
     def _net(self) -> nn.Module:
+        shape, classes = self.public.shape, len(self.public.classes)
         with torch.device("meta"):
             if self.kind == "linear":
                 return nn.Sequential(
                     nn.Flatten(), nn.Linear(self.public.dimension, LINEAR_FEATURES)
                 )
+            if self.kind == "gradients":
+                if len(shape) == 3 and min(shape[1:]) >= 8:
+                    return ConvNet((shape[0], *shape[1:]), classes, self.width, self.depth)
+                return MLP(shape, classes)
             if len(self.public.shape) != 3:
                 raise BadConfiguration(
                     f"A convnet needs images; '{self.public.name}' has records of shape "
@@ -272,6 +310,9 @@ class Extractor:
         """Count the features before projection."""
         if self.kind == "pixels":
             return self.public.dimension
+        if self.kind == "gradients":
+            weights = dict(self._net.named_parameters())
+            return sum(weights[name].numel() for name in matched(weights))
         return LINEAR_FEATURES if self.kind == "linear" else int(self._net.features)  # type: ignore[arg-type]
 
     @property
@@ -286,6 +327,8 @@ class Extractor:
         A ConvNet's last block standardises each map, and neither ReLU nor averaging raises the
         mean square above 1. Linear: |w x + b| <= (d + 1) / sqrt(d) for entries in [-1, 1].
         """
+        if self.kind == "gradients":
+            raise BadConfiguration("Nothing bounds the norm of a gradient: set clip_norm.")
         if self.kind == "linear":
             d = self.public.dimension
             return math.sqrt(LINEAR_FEATURES) * (d + 1) / math.sqrt(d)
@@ -316,28 +359,49 @@ class Extractor:
         rows = [self.signal(i).subspace for i in range(min(signals, 3))]
         return torch.stack([probe @ row.components for row in rows if row is not None]).cpu()
 
-    def _embed(self, i: int) -> Callable[[Tensor], Tensor]:
+    def _embed(self, i: int) -> Embed:
         if self.kind == "pixels":
-            return lambda records: (records.flatten(1) + 1) / 2
+            return _scaled
         net, seed = self._net, public_seed(self.seed, "network", i)
         parameters = draw_parameters(net, seed, device=self.device)
+        if self.kind == "gradients":
+            return _gradients(net, parameters)
 
-        def embed(records: Tensor) -> Tensor:
+        def embed(records: Tensor, labels: Tensor | None = None) -> Tensor:
             features: Tensor = functional_call(net, parameters, (records,))
             return features
 
         return embed
 
     @torch.no_grad()
-    def _subspace(self, i: int, embed: Callable[[Tensor], Tensor]) -> Subspace | None:
+    def _subspace(self, i: int, embed: Embed) -> Subspace | None:
         if self.subspace is None:
             return None
         pictures = self._pictures
         if pictures is None:
             return self._frequencies
-        features = torch.cat([embed(part) for part in torch.split(pictures, _piece(pictures))])
+        labels = torch.arange(len(pictures), device=self.device) % len(self.public.classes)
+        pieces = zip(*(torch.split(x, _piece(pictures)) for x in (pictures, labels)), strict=True)
+        features = torch.cat([embed(*piece) for piece in pieces])
         generator = torch.Generator().manual_seed(public_seed(self.seed, "subspace", i))
         return principal(features, self.subspace, generator)
+
+
+def _scaled(records: Tensor, labels: Tensor | None = None) -> Tensor:
+    """Flatten records and bring them from [-1, 1] to [0, 1]."""
+    return (records.flatten(1) + 1) / 2
+
+
+def _gradients(net: nn.Module, parameters: Mapping[str, Tensor]) -> Embed:
+    """Return the map from records to the gradients of their losses, by the matched weights."""
+    of_each = vmap(gradient_of_one(net, parameters, matched(parameters)))
+
+    def embed(records: Tensor, labels: Tensor | None = None) -> Tensor:
+        if labels is None:
+            raise BadConfiguration("The gradient of a loss needs the record's label.")
+        return of_each(records, labels)
+
+    return embed
 
 
 def _piece(records: Tensor) -> int:
@@ -403,7 +467,7 @@ def optimise(
     extractor: Extractor,
     how: Optimisation,
     *,
-    images_per_class: int,
+    images_per_class: int | Sequence[int],
     weight: float,
     clip_norm: float | None,
     progress: Progress = silent,
@@ -413,16 +477,20 @@ def optimise(
 ) -> SyntheticSet:
     """Fit images to noisy class sums and return them, class by class.
 
-    Per step, with one signal i and all classes at once: loss = sum over c of
-    ``||weight / M x sum_j clip(features_i(s_j)) - targets[i, c]||^2``. With a ``checkpoint``
+    ``images_per_class`` is one number M, or one M_c for each class. Per step, with one signal i
+    and all classes at once: loss = sum over c of
+    ``||weight / M_c x sum_j clip(features_i(s_j)) - targets[i, c]||^2``. With a ``checkpoint``
     file the state is written every so many steps; a later call with the same arguments goes on
     from there, to the same result as an uninterrupted one. ``watch`` sees the set as often.
     """
     public, device = extractor.public, extractor.device
     how = dataclasses.replace(how, expand=how.expand and public.is_image)
-    classes, shown = len(public.classes), images_per_class * (PARTS if how.expand else 1)
-    state = _State.first(public, images_per_class, how, extractor.seed, device)
-    identity = _identity(targets, extractor, how, images_per_class, weight, clip_norm)
+    classes = len(public.classes)
+    counts = torch.tensor(images_per_class).expand(classes)
+    shown = counts * (PARTS if how.expand else 1)
+    labels = torch.arange(classes).repeat_interleave(shown)
+    state = _State.first(public, int(counts.sum()), how, extractor.seed, device)
+    identity = _identity(targets, extractor, how, counts.tolist(), weight, clip_norm)
     file = None if checkpoint is None else Path(checkpoint)
     if file is not None:
         state = _State.read(file, identity, state)
@@ -434,18 +502,19 @@ def optimise(
         return signal, signal.per_image(shown)
 
     schedule = how.schedule(len(targets), extractor.seed)
-    targets = targets.to(device)
+    targets, own = targets.to(device), labels.to(device)
+    members = F.one_hot(own).T.to(targets.dtype)  # (classes, images): adds up each class
+    sizes = shown.to(device)[:, None]
     report = max(1, how.steps // 100)
 
     for step in range(state.step, how.steps):
         (signal, draws), images = look(schedule[step]), state.images.requires_grad_()
         pictures = expand(images) if how.expand else images
-        features = _in_pieces(signal, pictures, draws)
+        features = _in_pieces(signal, pictures, draws, own)
         if clip_norm is not None:
             features = bound(features, clip_norm)
-        loss = matching_loss(
-            features.view(classes, shown, -1), targets[schedule[step]], weight / shown
-        )
+        means = members @ features / sizes
+        loss = matching_loss(means[:, None], targets[schedule[step]], weight)
         (gradient,) = torch.autograd.grad(loss, images)
         state.advance(gradient, how)
         done = state.step
@@ -455,20 +524,22 @@ def optimise(
             if file is not None:
                 state.write(file, identity)
             if watch is not None:
-                watch(done, state.show(public, how))
-    return state.show(public, how)
+                watch(done, state.show(public, how, labels))
+    return state.show(public, how, labels)
 
 
-def _in_pieces(signal: Signal, pictures: Tensor, draws: AugmentParams | None) -> Tensor:
+def _in_pieces(
+    signal: Signal, pictures: Tensor, draws: AugmentParams | None, labels: Tensor
+) -> Tensor:
     """Extract features a few pictures at a time on a CPU, all at once elsewhere."""
     size = _piece(pictures)
     if size >= len(pictures):
-        return signal.features(pictures, draws)
+        return signal.features(pictures, draws, labels)
     parts = []
     for start in range(0, len(pictures), size):
         cut = slice(start, start + size)
         own = None if draws is None else AugmentParams(*(part[cut] for part in draws))
-        parts.append(signal.features(pictures[cut], own))
+        parts.append(signal.features(pictures[cut], own, labels[cut]))
     return torch.cat(parts)
 
 
@@ -495,10 +566,9 @@ class _State:
 
     @classmethod
     def first(
-        cls, public: Public, per_class: int, how: Optimisation, seed: int, device: torch.device
+        cls, public: Public, count: int, how: Optimisation, seed: int, device: torch.device
     ) -> _State:
         generator = torch.Generator().manual_seed(public_seed(seed, "start"))
-        count = len(public.classes) * per_class
         images = torch.randn(count, *public.shape, generator=generator).mul_(how.start).to(device)
         return cls(images, torch.zeros_like(images), images.clone(), 0)
 
@@ -511,12 +581,10 @@ class _State:
             self.average.lerp_(self.images, 1 - how.average)
         self.step += 1
 
-    def show(self, public: Public, how: Optimisation) -> SyntheticSet:
+    def show(self, public: Public, how: Optimisation, labels: Tensor) -> SyntheticSet:
         """Return the set as it is now; expanded images are emitted, four for each stored one."""
         images = (self.average if how.average > 0 else self.images).detach().cpu().clone()
-        images = expand(images) if how.expand else images
-        labels = torch.arange(len(public.classes))
-        return SyntheticSet(images, labels.repeat_interleave(len(images) // len(labels)), public)
+        return SyntheticSet(expand(images) if how.expand else images, labels, public)
 
     def write(self, file: Path, identity: str) -> None:
         """Replace the checkpoint in one step, so that there is always a whole one."""
@@ -572,26 +640,37 @@ def _identity(targets: Tensor, extractor: Extractor, how: Optimisation, *rest: o
 class Matching(Method):
     """Declare what every matching method can choose. ``images_per_class`` counts stored images.
 
-    With ``expand`` (PEA) the synthetic set holds four enlarged quadrants of every stored image,
-    4 x images_per_class a class, so that any trainer can use it as it is. Tables never expand.
+    ``class_shares``: "equal" gives every class that many; "declared" splits images_per_class x
+    classes between them as the public class sizes do, with one at least, so that a classifier
+    trained on the set meets each class as often as the records do. With ``expand`` (PEA) the
+    synthetic set holds four enlarged quadrants of every stored image, so that any trainer can use
+    it as it is. Tables never expand.
+
+    ``auxiliary``: :class:`Auxiliary` images (a tensor, a file, "random fields"), or a
+    :class:`~understudy.methods.diffusion.Diffusion` generator ("diffusion" for its defaults, or
+    {"diffusion": {"share": 0.1}}) that is trained on a share of the budget first.
     """
 
+    trains_generator: ClassVar[bool] = False
+    """Whether its plan makes room for the training of a generator of auxiliary images."""
+
     images_per_class: int = 50  # M, spc, IPC
+    class_shares: Literal["equal", "declared"] = "equal"
     clip_norm: float | None = 1.0  # G, K
-    features: Literal["auto", "convnet", "linear", "pixels"] = "auto"
+    features: Literal["auto", "convnet", "linear", "pixels", "gradients"] = "auto"
     width: int = 128
     depth: int | None = None
     augmentation: str = "color_crop_cutout_scale_rotate"
     learning_rate: float = 1.0
     momentum: float = 0.5
     subspace: int | None = None
-    auxiliary: Auxiliary | None = None
+    auxiliary: Auxiliary | Diffusion | None = None
     expand: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.auxiliary is not None:
-            object.__setattr__(self, "auxiliary", Auxiliary.of(self.auxiliary))
+            object.__setattr__(self, "auxiliary", _auxiliary(self.auxiliary))
         Augmentation(self.augmentation)
         self._require(
             self.images_per_class >= 1, f"images_per_class is {self.images_per_class}; at least 1"
@@ -601,8 +680,12 @@ class Matching(Method):
             f"clip_norm must be positive: {self.clip_norm}",
         )
         self._require(
-            self.features in ("auto", "convnet", "linear", "pixels"),
-            f"features must be auto, convnet, linear or pixels, not '{self.features}'",
+            self.features in ("auto", "convnet", "linear", "pixels", "gradients"),
+            f"features must be auto, convnet, linear, pixels or gradients, not '{self.features}'",
+        )
+        self._require(
+            self.class_shares in ("equal", "declared"),
+            f"class_shares must be equal or declared, not '{self.class_shares}'",
         )
         self._require(self.width >= 1, f"width is {self.width}; at least 1")
         self._require(self.learning_rate > 0, f"learning_rate is {self.learning_rate}")
@@ -615,16 +698,35 @@ class Matching(Method):
             "a subspace of network features needs auxiliary images: give auxiliary=images, a "
             f"file, or '{Auxiliary.FIELDS}'",
         )
+        if isinstance(self.auxiliary, Diffusion):
+            self._require(
+                self.trains_generator, "it trains no generator; 'dosser' and 'whole-set' do"
+            )
+            self._require(
+                self.subspace is not None,
+                "a generator takes its share of the budget for the sake of a subspace: set one",
+            )
 
     @abc.abstractmethod
     def fit(self, release: Release) -> Fit:
         """Say what the images are fitted to and how. Post-processing of the release."""
 
+    def planned(self, public: Public, main: Step) -> Plan:
+        """Plan the training of the generator of auxiliary images, if there is one, then this."""
+        if isinstance(self.auxiliary, Diffusion):
+            return Plan(self.auxiliary.training(public, main), main)
+        return Plan(main)
+
     def measure(self, gate: Gate) -> Release:
         """Ask for the class sums of every planned signal, each once."""
-        (step,) = self.plan(gate.public)
-        extractor = self.extractor(gate.public, gate.engine)
-        return self.released(gate, measure_signals(gate, step.query, extractor, step.times))
+        *training, main = self.plan(gate.public)
+        made = None
+        if isinstance(self.auxiliary, Diffusion):
+            seed = functools.partial(public_seed, self.seed)
+            made = self.auxiliary.pictures(gate, training[0].query, seed)
+        extractor = self.extractor(gate.public, gate.engine, made)
+        sums = measure_signals(gate, main.query, extractor, main.times)
+        return self.released(gate, sums, extractor, made)
 
     def synthesise(
         self,
@@ -642,7 +744,7 @@ class Matching(Method):
             fit.targets,
             self.signals_of(release, engine),
             fit.how,
-            images_per_class=self.images_per_class,
+            images_per_class=self.counts(release.public),
             weight=fit.weight,
             clip_norm=self.clip_norm,
             progress=progress,
@@ -651,8 +753,32 @@ class Matching(Method):
             watch=watch,
         )
 
-    def extractor(self, public: Public, engine: Engine | None = None) -> Extractor:
-        """Return the maker of this configuration's signals."""
+    def counts(self, public: Public) -> tuple[int, ...]:
+        """Return how many images of each class are stored (largest remainders, one at least)."""
+        classes = len(public.classes)
+        if self.class_shares == "equal":
+            return (self.images_per_class,) * classes
+        total = classes * self.images_per_class
+        exact = [total * size / sum(public.sizes) for size in public.sizes]
+        counts = [math.floor(share) for share in exact]
+        by_remainder = sorted(range(classes), key=lambda c: counts[c] - exact[c])
+        for c in by_remainder[: total - sum(counts)]:
+            counts[c] += 1
+        for c in range(classes):
+            if counts[c] == 0:
+                counts[counts.index(max(counts))] -= 1
+                counts[c] = 1
+        return tuple(counts)
+
+    def extractor(
+        self, public: Public, engine: Engine | None = None, made: Tensor | None = None
+    ) -> Extractor:
+        """Return the maker of this configuration's signals.
+
+        ``made`` are the pictures of a trained generator; plans and prices do without.
+        """
+        if self.subspace is not None and isinstance(self.auxiliary, Auxiliary):
+            made = self.auxiliary.images(public)
         # A ConvNet needs 8x8 pixels.
         kind: Kind = "convnet" if public.is_image and min(public.shape[1:]) >= 8 else "linear"
         if self.features != "auto":
@@ -665,9 +791,7 @@ class Matching(Method):
             depth=self.depth,
             augmentation=self.augmentation,
             subspace=self.subspace,
-            auxiliary=None
-            if self.auxiliary is None or self.subspace is None
-            else self.auxiliary.images(public),
+            auxiliary=made,
             device=(engine or Engine(device="cpu")).torch_device,
         )
 
@@ -682,22 +806,33 @@ class Matching(Method):
         values["auxiliary"] = None if self.auxiliary is None else self.auxiliary.to_json()
         return {"method": self.name, "configuration": values}
 
-    def released(self, gate: Gate, sums: Tensor) -> Release:
-        """Release noisy sums, with marks by which a rebuilt subspace is recognised."""
+    def released(
+        self, gate: Gate, sums: Tensor, extractor: Extractor, made: Tensor | None
+    ) -> Release:
+        """Release noisy sums, with marks by which a rebuilt subspace is recognised.
+
+        Pictures of a generator are stored themselves, not its weights: a subspace turns with
+        the rounding of the device that samples, and whoever synthesises needs no diffusers.
+        """
         signals = {"sums": sums}
+        if made is not None:
+            signals["auxiliary"] = made
         if self.subspace is not None:
-            marks = self.extractor(gate.public, gate.engine).marks(len(sums))
-            signals["subspace_marks"] = marks
+            signals["subspace_marks"] = extractor.marks(len(sums))
+        source, used = self.auxiliary, extractor.auxiliary is not None
+        given = used and isinstance(source, Auxiliary) and source.sha256 != Auxiliary.FIELDS
+        trained = isinstance(source, Diffusion)
         return gate.release(
             signals=signals,
             recipe=self.recipe(),
-            assumptions=self.assumptions,
-            departures=self.departures,
+            assumptions=(*self.assumptions, *((PUBLIC_IMAGES,) if given else ())),
+            departures=(*self.departures, *(Diffusion.DEPARTURES if trained else ())),
         )
 
     def signals_of(self, release: Release, engine: Engine | None) -> Extractor:
         """Rebuild what a release's signals were measured with, and make sure it is the same."""
-        extractor, sums = self.extractor(release.public, engine), release.signals["sums"]
+        made, sums = release.signals.get("auxiliary"), release.signals["sums"]
+        extractor = self.extractor(release.public, engine, made)
         if sums.shape[1:] != (len(release.public.classes), extractor.features):
             raise BadConfiguration(
                 f"{self.name}: the release holds {sums.shape[-1]} features a signal and this "

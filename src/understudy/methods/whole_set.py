@@ -54,6 +54,7 @@ class WholeSet(Matching):
         "Dosser, Section 3.2; partition and expand of IDM (Zhao et al. 2023)"
     )
     departures: ClassVar[tuple[str, ...]] = ()
+    trains_generator: ClassVar[bool] = True
 
     _PIXELS: ClassVar[Mapping[str, Any]] = {
         "features": "pixels",
@@ -168,8 +169,9 @@ class WholeSet(Matching):
         )
 
     def plan(self, public: Public) -> Plan:
-        """Ask I times."""
-        return Plan(Step(self.query(public), times=self.queries or self.rule(public)))
+        """Train the generator of auxiliary images, if there is one; ask I times."""
+        times = self.queries or self.rule(public)
+        return self.planned(public, Step(self.query(public), times=times))
 
     def fit(self, release: Release) -> Fit:
         """Match the stored means, at random, with a falling rate."""
