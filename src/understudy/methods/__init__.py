@@ -10,16 +10,30 @@ from importlib import metadata
 
 from understudy.errors import UnknownName
 from understudy.methods.base import Generative, Mechanism, Method, Trainer
+from understudy.methods.datalens import DataLens
 from understudy.methods.dm import DM
 from understudy.methods.dosser import Dosser
+from understudy.methods.dp_merf import DPMERF
+from understudy.methods.dpaf import DPAF
 from understudy.methods.ldpdc import LDPDC
 from understudy.methods.ndpdc import NDPDC
 from understudy.methods.psg import PSG
+from understudy.methods.topagg import DPSGD
 from understudy.methods.whole_set import WholeSet
 
-BUILT_IN: tuple[type[Method], ...] = (LDPDC, DM, NDPDC, Dosser, PSG, WholeSet)
+BUILT_IN: tuple[type[Method], ...] = (
+    LDPDC,
+    DM,
+    NDPDC,
+    Dosser,
+    PSG,
+    DataLens,
+    DPAF,
+    DPMERF,
+    WholeSet,
+)
 
-TRAINERS: tuple[type[Trainer], ...] = ()
+TRAINERS: tuple[type[Trainer], ...] = (DPSGD,)
 
 
 def registered() -> dict[str, type[Method]]:
@@ -49,10 +63,14 @@ def mechanism_named(name: str) -> type[Mechanism]:
 __all__ = [
     "BUILT_IN",
     "DM",
+    "DPAF",
+    "DPMERF",
+    "DPSGD",
     "LDPDC",
     "NDPDC",
     "PSG",
     "TRAINERS",
+    "DataLens",
     "Dosser",
     "Generative",
     "Mechanism",
