@@ -116,7 +116,8 @@ class Twice(WholeSet):
 
     def measure(self, gate: Gate) -> Release:
         extractor = self.extractor(gate.public, gate.engine)
-        return self.released(gate, measure_signals(gate, self.query(gate.public), extractor, 2))
+        sums = measure_signals(gate, self.query(gate.public), extractor, 2)
+        return self.released(gate, sums, extractor, None)
 
 
 def twice() -> Twice:

@@ -1,8 +1,11 @@
-"""Judge a synthetic set by what it is good for. Everything here is post-processing."""
+"""Judge a synthetic set by what it is good for. Everything here is post-processing.
+
+The functions `ceilings` and `fidelity` are imported from the modules of the same names.
+"""
 
 from __future__ import annotations
 
-from understudy.evaluation.ceilings import CEILINGS, ceilings
+from understudy.evaluation.ceilings import CEILINGS
 from understudy.evaluation.classify import (
     PROTOCOLS,
     Protocol,
@@ -11,7 +14,7 @@ from understudy.evaluation.classify import (
     sklearn_scores,
     train_and_test,
 )
-from understudy.evaluation.fidelity import Fidelity, fidelity
+from understudy.evaluation.fidelity import Fidelity
 
 __all__ = [
     "CEILINGS",
@@ -19,8 +22,6 @@ __all__ = [
     "Fidelity",
     "Protocol",
     "Scores",
-    "ceilings",
-    "fidelity",
     "judge",
     "sklearn_scores",
     "train_and_test",
