@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -134,11 +137,25 @@ class TestCommand:
         assert places()[:3] == (Path("/a"), Path("/b"), Path("/before"))
 
     def test_imports_no_network_before_it_runs(self) -> None:
-        import subprocess
-        import sys
+        assert printed("import understudy.bench.command; print('torch' in sys.modules)") == "False"
 
-        code = "import sys, understudy.bench.command as c; print('torch' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert done.stdout.strip() == "False", done.stderr
+    def test_measures_pictures_without_what_a_gpu_machine_may_lack(self) -> None:
+        lacking = ("pyarrow", "sklearn", "datasets", "diffusers", "pandas", "opacus")
+        code = f"""
+            sys.modules.update(dict.fromkeys({lacking}))
+            from understudy.bench import render, runner
+            from understudy.bench.suites import SUITES
+            for suite in SUITES.values():
+                for cell in suite.cells[:1]:
+                    cell.configured()
+            print(bool(runner.measure))
+        """
+        assert printed(textwrap.dedent(code)) == "True"
 
 
+def printed(code: str) -> str:
+    """Run code in a Python of its own and return what it prints."""
+    command = [sys.executable, "-c", f"import sys\n{code}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

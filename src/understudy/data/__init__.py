@@ -4,7 +4,12 @@ Reading puts records behind the gate of :mod:`understudy.privacy`; from then on 
 facts can be looked at. Read in this order: ``readers`` (the front door), ``found`` (the way all
 formats go), ``preparation`` (what may be done to a record), then one file per family of formats:
 ``images``, ``arrays``, ``frames``, ``tables``; ``datasets`` (known by name), ``heldout``.
+``decode_table`` is imported when it is first used: pictures do without pyarrow.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from understudy.data.datasets import (
     DATASETS,
@@ -17,7 +22,9 @@ from understudy.data.datasets import (
 )
 from understudy.data.heldout import HeldOut, read_heldout
 from understudy.data.readers import read
-from understudy.data.tables import decode_table
+
+if TYPE_CHECKING:
+    from understudy.data.tables import decode_table
 
 __all__ = [
     "DATASETS",
@@ -32,3 +39,11 @@ __all__ = [
     "read",
     "read_heldout",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "decode_table":
+        raise AttributeError(f"module 'understudy.data' has no attribute '{name}'")
+    from understudy.data.tables import decode_table
+
+    return decode_table

@@ -25,7 +25,6 @@ from understudy.data.found import MEMORY_LIMIT, Ask, Found, allocate, shown, tol
 from understudy.data.heldout import HeldOut, held_out, read_heldout
 from understudy.data.preparation import Array, Preparation
 from understudy.data.readers import Counts, check_preparation, find, private, read
-from understudy.data.tables import find_cells, table_of
 from understudy.engine import Progress
 from understudy.errors import BadConfiguration, DataError, DatasetAbsent, UnknownName
 from understudy.privacy.gate import PrivateDataset
@@ -263,6 +262,8 @@ _MOST_ADULT = 64 * 2**20
 
 
 def _adult(folder: Path, split: str) -> Found | None:
+    from understudy.data.tables import find_cells, table_of  # pictures do without pyarrow
+
     stem = "adult.test" if split == "test" else "adult.data"
     file = next((f for f in (folder / f"{stem}.xz", folder / stem) if f.is_file()), None)
     if file is None:

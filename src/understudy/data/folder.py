@@ -31,9 +31,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 import safetensors.torch
 import torch
 
@@ -195,10 +192,12 @@ def _contents(
                 contents[name] = png(pictures[place])
             contents[SHEET] = png(contact_sheet(release, synthetic, pictures))
         else:
+            import pyarrow.csv
+
             table = cells_table(synthetic)
             contents[PARQUET] = parquet_bytes(table)
             sink = io.BytesIO()
-            pa.csv.write_csv(table, sink)
+            pyarrow.csv.write_csv(table, sink)
             contents[CSV] = sink.getvalue()
     files = {
         name: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}

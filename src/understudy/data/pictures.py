@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
@@ -78,6 +75,8 @@ def huggingface_schema(public: Public) -> str:
 
 def image_table(synthetic: SyntheticSet, images: list[bytes]) -> Any:
     """Make the table Hugging Face reads as images with class labels."""
+    import pyarrow as pa
+
     cell = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     schema = pa.schema(
         [("image", cell), ("label", pa.int64())],
@@ -89,6 +88,8 @@ def image_table(synthetic: SyntheticSet, images: list[bytes]) -> Any:
 
 def cells_table(synthetic: SyntheticSet) -> Any:
     """Return a synthetic table as cells, with the name of the class last."""
+    import pyarrow as pa
+
     from understudy.data.tables import decode_table  # reads tables; only needed for one
 
     features, columns = synthetic.images.numpy(), synthetic.public.columns
@@ -104,8 +105,10 @@ def cells_table(synthetic: SyntheticSet) -> Any:
 
 def parquet_bytes(table: Any) -> bytes:
     """Encode a table as Parquet."""
+    import pyarrow.parquet
+
     sink = io.BytesIO()
-    pa.parquet.write_table(table, sink)
+    pyarrow.parquet.write_table(table, sink)
     return sink.getvalue()
 
 

@@ -40,8 +40,6 @@ from understudy.data.found import (
     shown,
     told,
 )
-from understudy.data.frames import SUFFIXES as TABLE_SUFFIXES
-from understudy.data.frames import find_table, find_tables
 from understudy.data.images import SUFFIXES as IMAGE_SUFFIXES
 from understudy.data.images import find_folder
 from understudy.data.preparation import Preparation
@@ -182,6 +180,9 @@ def find(source: Any, ask: Ask) -> Found:
 
 
 def _find_in_folder(folder: Path, ask: Ask) -> Found:
+    from understudy.data.frames import SUFFIXES as TABLE_SUFFIXES
+    from understudy.data.frames import find_tables  # reads with pyarrow, which pictures do without
+
     if ask.columns is not None and (found := find_tables(folder, ask, csv=True)):
         return found
     if found := find_npy_pair(folder, ask):
@@ -199,6 +200,9 @@ def _find_in_folder(folder: Path, ask: Ask) -> Found:
 
 
 def _find_in_file(path: Path, ask: Ask) -> Found:
+    from understudy.data.frames import SUFFIXES as TABLE_SUFFIXES
+    from understudy.data.frames import find_table  # reads with pyarrow, which pictures do without
+
     suffix = path.suffix.lower()
     if not path.is_file():
         raise DataError(f"{shown(path)} is neither a file nor a folder.")

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 from PIL import Image
 
 from understudy.data.folder import (
@@ -249,13 +246,15 @@ def _shows(content: bytes, picture: Image.Image) -> bool:
 
 
 def _check_cells(folder: Path, synthetic: SyntheticSet, files: Mapping[str, Any]) -> str:
+    import pyarrow.csv
+
     expected = cells_table(synthetic)
     if not _read_parquet(folder).equals(expected):
         raise Tampered(f"{PARQUET} has other cells than {TENSORS}.")
     with well_formed(CSV):
-        cells = pa.csv.read_csv(
+        cells = pyarrow.csv.read_csv(
             io.BytesIO((folder / CSV).read_bytes()),
-            convert_options=pa.csv.ConvertOptions(
+            convert_options=pyarrow.csv.ConvertOptions(
                 column_types=expected.schema,
                 null_values=[""],
                 strings_can_be_null=True,
@@ -268,8 +267,10 @@ def _check_cells(folder: Path, synthetic: SyntheticSet, files: Mapping[str, Any]
 
 
 def _read_parquet(folder: Path) -> Any:
+    import pyarrow.parquet
+
     # From bytes: given a path, Arrow would look for partitions in its name.
-    return pa.parquet.ParquetFile(io.BytesIO((folder / PARQUET).read_bytes())).read()
+    return pyarrow.parquet.ParquetFile(io.BytesIO((folder / PARQUET).read_bytes())).read()
 
 
 def _check_ledger(
