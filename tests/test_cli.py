@@ -21,7 +21,7 @@ from PIL import Image
 from tests.fixtures import REPOSITORY
 from understudy import cli
 from understudy.data.folder import load
-from understudy.methods import matching
+from understudy.methods import optimisation
 from understudy.methods.dosser import Dosser
 
 Run = Callable[..., tuple[int, str, str]]
@@ -285,7 +285,7 @@ def test_a_run_killed_while_optimising_loses_nothing_it_paid_for(
     ]  # fmt: skip
     for field, value in {**Dosser.miniature, "optimisation_iterations": 20}.items():
         command += ["--set", f"{field}={json.dumps(value)}"]
-    real, steps = matching.matching_loss, []
+    real, steps = optimisation.matching_loss, []
 
     def loss(*args: Any) -> Any:
         steps.append(1)
@@ -293,7 +293,7 @@ def test_a_run_killed_while_optimising_loses_nothing_it_paid_for(
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(matching, "matching_loss", loss)
+    monkeypatch.setattr(optimisation, "matching_loss", loss)
     code, _, err = run(*command)
     assert code == 130, err
     assert load(tmp_path / "r")[1] is None, "the signals are safe before the optimisation begins"

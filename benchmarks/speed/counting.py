@@ -19,10 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from understudy.evaluation import classify
-from understudy.methods import matching
 from understudy.nets import convnet
-from understudy.ops import gradients
+from understudy.ops import pieces
 from understudy.privacy import gate
 
 WAITS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select",
@@ -98,9 +96,7 @@ def _leaves_the_device(before: Tensor, after: Tensor) -> bool:
 
 
 PIECES: tuple[tuple[ModuleType, str, Any], ...] = (
-    (matching, "_PIXELS_PER_PIECE", 10**12),
-    (gradients, "CPU_PIXELS", 10**12),
-    (classify, "_PIXELS_PER_PIECE", 10**12),
+    (pieces, "PIXELS", 10**12),
     (gate, "CACHED_NUMBERS", 10**12),
     (convnet, "halve", lambda x: F.avg_pool2d(x, 2)),
 )

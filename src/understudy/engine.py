@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from understudy.errors import BadConfiguration
 
@@ -25,12 +28,21 @@ class Engine:
     ``device`` "auto" takes CUDA where there is one. ``chunk`` bounds memory: at most so many
     records pass through a network at once; ``None`` picks a size for the device. Answers do not
     depend on it: private sums are exact on the gate's grid.
+
+    ``precision`` is what ConvNets are computed in: "auto" takes bfloat16 with the fused kernels of
+    ``ops.fused`` on a GPU that has it, else float32 (on a GPU, TF32 as PyTorch's convolutions are by
+    default). Images, sums, clipping and noise keep their own precision.
     """
 
     device: str = "auto"
     chunk: int | None = None
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def __post_init__(self) -> None:
+        if self.precision not in ("auto", "float32", "bfloat16"):
+            raise BadConfiguration(
+                f"precision must be auto, float32 or bfloat16, not '{self.precision}'."
+            )
         if self.chunk is not None and self.chunk < 1:
             raise BadConfiguration(f"chunk must be at least 1: {self.chunk}.")
         try:
@@ -48,6 +60,15 @@ class Engine:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Resolve the precision."""
+        if self.precision == "auto":
+            device = self.torch_device
+            fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+            return torch.bfloat16 if fast else torch.float32
+        return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
+
+    @property
     def records_at_once(self) -> int:
         """Return the chunk in force."""
         return self.chunk or (2048 if self.torch_device.type == "cuda" else 128)
@@ -61,3 +82,39 @@ class Engine:
             else f"{os.cpu_count()} CPU cores"
         )
         return {"device": str(device), "hardware": name, "torch": torch.__version__}
+
+
+WARM_UPS = 3
+"""Runs before a recording, in which libraries choose their kernels and Triton compiles its own."""
+
+
+def captured(
+    step: Callable[[], None], device: torch.device, changed: Sequence[Tensor] = ()
+) -> Callable[[], None]:
+    """Record a step once and return what replays it; on a CPU, the step itself.
+
+    A replay starts hundreds of kernels at the cost of one call. ``step`` takes and returns nothing:
+    it reads tensors that are filled from outside and changes, in place, tensors that stay where they
+    are; it never waits for the device, nor decides by what a tensor holds. ``changed`` are the
+    tensors it changes: they are put back after the runs that warm up.
+    """
+    if device.type != "cuda":
+        return step
+    before = [tensor.clone() for tensor in changed]
+    aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
+    aside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(aside):
+        for _ in range(WARM_UPS):
+            step()
+    torch.cuda.current_stream(device).wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    replay: Callable[[], None] = graph.replay
+    try:
+        with torch.cuda.graph(graph, stream=aside):
+            step()
+    except RuntimeError as error:
+        warnings.warn(f"A step could not be recorded and runs unrecorded: {error}", stacklevel=2)
+        replay = step
+    for tensor, value in zip(changed, before):
+        tensor.copy_(value)
+    return replay

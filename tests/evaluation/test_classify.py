@@ -140,7 +140,7 @@ def test_side_by_side_gives_the_same_scores() -> None:
 def test_pieces_of_a_batch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = blobs(20, 0, torch.float64)
     whole = _train([small(0).double()], [0], images, labels, TINY, lambda *_: None)
-    monkeypatch.setattr("understudy.evaluation.classify._PIXELS_PER_PIECE", 2 * 64)
+    monkeypatch.setattr("understudy.ops.pieces.PIXELS", 2 * 64)
     pieces = _train([small(0).double()], [0], images, labels, TINY, lambda *_: None)
     torch.testing.assert_close(whole, pieces)
 

@@ -74,7 +74,7 @@ def test_one_records_contribution_is_its_row_of_the_batch(look: dict[str, Any]) 
     maker = extractor(**look)
     for i in range(3):
         signal = maker.signal(i)
-        batch = signal.features(images, signal.per_image(3), labels)
+        batch = signal.features(images, signal.draws_of(labels), labels)
         assert batch.shape == (9, maker.features)
         rows = vmap(signal.contribution(), randomness="error")(images, labels)
         torch.testing.assert_close(rows, batch, atol=1e-5, rtol=1e-4)
@@ -280,7 +280,7 @@ def test_noise_is_drawn_once_a_signal_and_never_again(
         seen.append(target.clone())
         return matching_loss(features, target, scale)
 
-    monkeypatch.setattr("understudy.methods.matching.matching_loss", remember)
+    monkeypatch.setattr("understudy.methods.optimisation.matching_loss", remember)
     first = synthesise(release, engine=CPU)
     second = synthesise(release, engine=CPU)
     assert len(drawn) == 4

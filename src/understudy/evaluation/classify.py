@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from understudy.errors import BadConfiguration, UnknownName
 from understudy.nets.classifiers import Dropout, build
 from understudy.ops.augment import Augmentation, AugmentParams
+from understudy.ops.pieces import piece
 
 __all__ = [
     "DATALENS",
@@ -41,9 +42,6 @@ __all__ = [
 Progress = Callable[[int, int, str], None]
 Network = str | Callable[[int], nn.Module]
 
-# Pixels of input per piece of a batch on a CPU: 16 pictures of 32x32. A ConvNet's largest map is
-# then 8 MB, small enough for malloc to keep and for the cache to help; 2 to 3 times faster.
-_PIXELS_PER_PIECE = 16 * 32 * 32
 # Networks trained side by side on a GPU: at batch 256, 32x32, about 1 GB each.
 _SIDE_BY_SIDE = 8
 
@@ -393,9 +391,7 @@ def _piece(images: Tensor, net: nn.Module) -> int:
     Pieces change nothing but the speed, since no record sees another, except in batch norm.
     """
     mixes = any(isinstance(part, _BatchNorm) for part in net.modules())
-    if images.device.type != "cpu" or images.dim() == 2 or mixes:
-        return images.shape[0]
-    return max(1, _PIXELS_PER_PIECE // (images.shape[-2] * images.shape[-1]))
+    return len(images) if mixes else piece(images)
 
 
 def _train(
@@ -484,8 +480,8 @@ def _confusion(
     net.eval()
     dtype = next(net.parameters()).dtype
     step = 1024
-    if device.type == "cpu" and images.dim() == 4:
-        step = max(1, _PIXELS_PER_PIECE // (images.shape[-2] * images.shape[-1]))
+    if device.type == "cpu":
+        step = min(step, piece(images))
     matrix = torch.zeros(classes * classes, dtype=torch.int64, device=device)
     for part, truth in zip(torch.split(images, step), torch.split(labels, step), strict=True):
         guess = net(part.to(device, dtype)).argmax(1)

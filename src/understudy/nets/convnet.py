@@ -7,6 +7,8 @@ Blocks of convolution 3x3, instance norm, ReLU, average pool 2x2, then one linea
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 
 from understudy.errors import BadConfiguration
 from understudy.nets.draw import materialise
+from understudy.ops import fused
 
 __all__ = ["ConvNet", "default_depth", "halve", "instance_norm", "random_convnet"]
 
@@ -45,6 +48,27 @@ def halve(x: Tensor) -> Tensor:
     return (rows[..., 0:width:2] + rows[..., 1:width:2]) * 0.25
 
 
+def _as_product(x: Tensor, weight: Tensor, margin: int) -> Tensor:
+    """Convolve few channels as one product of matrices; the result lies channels last.
+
+    Libraries convolve one or three channels as if they were eight or more, and turn the result
+    around. Neighbourhoods are padded with zeros to a multiple of eight numbers.
+    """
+    channels, rows, columns = weight.shape[1:]
+    height, width = (side + 2 * margin - 2 for side in x.shape[-2:])
+    x = F.pad(x, (margin,) * 4)
+    parts = [
+        x[:, channel, row : row + height, column : column + width]
+        for channel in range(channels)
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    spare = -len(parts) % 8
+    neighbours = torch.stack(parts + [torch.zeros_like(parts[0])] * spare, dim=-1)
+    product = neighbours @ F.pad(weight.flatten(1), (0, spare)).T
+    return product.permute(0, 3, 1, 2)
+
+
 class ConvNet(nn.Module):
     """Classify images; `embed` returns the features before the linear layer.
 
@@ -60,9 +84,15 @@ class ConvNet(nn.Module):
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], classes: int, width: int = 128, depth: int | None = None
+        self,
+        shape: tuple[int, int, int],
+        classes: int,
+        width: int = 128,
+        depth: int | None = None,
+        precision: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        self.precision = precision
         if len(shape) != 3:
             raise BadConfiguration(
                 f"ConvNet takes images (channels, height, width), not {tuple(shape)}. "
@@ -95,13 +125,38 @@ class ConvNet(nn.Module):
         """Return the flattened last map: (n, features), or (features,) for one image."""
         if x.dim() == 3:
             return self.embed(x[None])[0]
-        for block, (convolution, norm) in enumerate(
-            zip(self.convolutions, self.norms, strict=True)
-        ):
+        if self.precision != torch.float32 and x.is_cuda:
+            return self._embed_fast(x)
+        for block, (convolution, norm) in enumerate(self._blocks()):
             x = F.relu(norm(convolution(x)), inplace=True)
             if block < self.pools:
                 x = halve(x)
         return x.flatten(1)
+
+    def _blocks(self) -> Iterator[tuple[nn.Conv2d, nn.GroupNorm]]:
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            yield cast(nn.Conv2d, convolution), cast(nn.GroupNorm, norm)
+
+    def _embed_fast(self, x: Tensor) -> Tensor:
+        """Return the same in lower precision, channels last, with fused blocks.
+
+        The biases of the convolutions are left out: the norm takes each map's constant away.
+        """
+        x = x.to(self.precision)
+        for block, (convolution, norm) in enumerate(self._blocks()):
+            weight = convolution.weight.to(self.precision)
+            if block == 0:
+                x = _as_product(x, weight, int(convolution.padding[0]))
+            else:
+                weight = weight.contiguous(memory_format=torch.channels_last)
+                x = F.conv2d(x, weight, padding=1)
+            halved = block < self.pools
+            if halved and fused.available(x):
+                x = fused.norm_relu_halve(x, norm.weight, norm.bias)
+                continue
+            x = F.relu(F.group_norm(x, norm.num_groups, norm.weight.to(x), norm.bias.to(x)))
+            x = halve(x) if halved else x
+        return x.flatten(1).float()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""

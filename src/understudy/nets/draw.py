@@ -10,6 +10,7 @@ This is PUBLIC randomness. It is not, and need not be, cryptographic. Noise come
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -17,13 +18,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["draw_parameters", "materialise", "uniforms"]
+__all__ = ["draw_parameters", "materialise", "public_seed", "uniforms"]
 
 # SplitMix64's increment and multipliers.
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = 1 << 64
 
 M = TypeVar("M", bound=nn.Module)
+
+
+def public_seed(*place: object) -> int:
+    """Derive a 63-bit seed for one place from a method's seed. Public, never for noise."""
+    label = "/".join(map(str, place)).encode()
+    return int.from_bytes(hashlib.blake2b(label, digest_size=8).digest(), "big") >> 1
 
 
 def _signed(word: int) -> int:
@@ -45,8 +52,12 @@ def uniforms(
 ) -> Tensor:
     """Return float32 uniforms on [-1, 1), one row of `count` numbers per seed."""
     starts = [_signed(_scramble(seed)) for seed in seeds]
+    if len(starts) == 1:  # a number is handed over with the operation, a tensor is waited for
+        first = torch.full((1,), starts[0], dtype=torch.int64, device=device)
+    else:
+        first = torch.tensor(starts, dtype=torch.int64, device=device)
     words = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(_GAMMA)
-    words = words + torch.tensor(starts, dtype=torch.int64, device=device)[:, None]
+    words = words + first[:, None]
     # torch shifts arithmetically; the masks make the shifts logical.
     words.bitwise_xor_((words >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(_FIRST))
     words.bitwise_xor_((words >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(_SECOND))

@@ -156,7 +156,9 @@ class Augmentation:
 
 
 def _families_in(params: AugmentParams) -> frozenset[str]:
-    """Return the families that occur, or all of them where vmap hides the values."""
+    """Return the families that occur; all of them where vmap hides the values or a GPU has them."""
+    if params.family.is_cuda:  # reading would wait until the device has caught up
+        return frozenset(FAMILIES)
     try:
         return frozenset(FAMILIES[index] for index in set(params.family.reshape(-1).tolist()))
     except RuntimeError:

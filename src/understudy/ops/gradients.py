@@ -14,16 +14,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn import functional as F
 
+from understudy.ops.pieces import piece
+
 __all__ = ["batch_gradient", "gradient_of_one", "matched", "row_distance", "split"]
 
 Parameters = Mapping[str, Tensor]
 
 FLOOR = 1e-6
 """Added to the product of two norms in a cosine: as in PSG's code, so a zero row has cosine 0."""
-
-
-CPU_PIXELS = 16 * 32 * 32
-"""A CPU is faster on a few images at a time, whose activations stay in its cache."""
 
 
 def matched(parameters: Parameters) -> tuple[str, ...]:
@@ -76,7 +74,7 @@ def batch_gradient(
     With ``create_graph`` it can be differentiated again, by the images or whatever made them.
     """
     moving = {name: parameters[name].detach().requires_grad_() for name in names}
-    pieces = torch.split(images, _at_once(images))
+    pieces = torch.split(images, piece(images))
     logits = torch.cat([_called(net, {**parameters, **moving}, x) for x in pieces])
     slopes = torch.autograd.grad(
         F.cross_entropy(logits, labels), list(moving.values()), create_graph=create_graph
@@ -92,13 +90,6 @@ def _called(net: nn.Module, parameters: dict[str, Tensor], images: Tensor) -> Te
     """
     logits: Tensor = functional_call(net, parameters, (images,), tie_weights=False)
     return logits
-
-
-def _at_once(images: Tensor) -> int:
-    """Return how many images go through a network together: on a CPU few, for its cache's sake."""
-    if images.device.type != "cpu" or images.dim() != 4:
-        return max(1, len(images))
-    return max(1, CPU_PIXELS // (images.shape[-2] * images.shape[-1]))
 
 
 def row_distance(ours: Parameters, theirs: Parameters) -> Tensor:

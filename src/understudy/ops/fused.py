@@ -1,0 +1,272 @@
+"""Normalise, rectify and halve maps in one pass over a GPU's memory.
+
+A ConvNet's block after its convolution is ``halve(relu(instance_norm(x)))``. Done one after the
+other these read and write the map, by far the largest tensor there is, about ten times forward and
+as often backward. The kernels here read it once and write the quarter that is left; backward they
+read it once more and write its gradient. Arithmetic is float32 whatever the tensors hold.
+
+Written in Triton, which comes with PyTorch's CUDA builds for Linux; ``available`` tells whether it
+can be used for a map, and whoever calls falls back on PyTorch's own operations. No record sees
+another, and ``torch.func.vmap`` maps over the first dimension as over any batch.
+
+There is no second derivative: PSG's public half differentiates twice and takes PyTorch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of PyTorch come without
+    triton = None
+
+__all__ = ["available", "norm_relu_halve"]
+
+EPSILON = 1e-5
+"""What PyTorch's norms add to a variance."""
+
+LARGEST_MAP = 1024
+"""Positions of a map that one program holds in registers."""
+
+NUMBERS = 16_384
+"""Numbers of a map that one program holds: positions times channels."""
+
+
+def available(x: Tensor) -> bool:
+    """Tell whether maps like these can go through the kernels."""
+    height, width = x.shape[-2:]
+    return (
+        triton is not None
+        and x.is_cuda
+        and height % 2 == width % 2 == 0
+        and height * width <= LARGEST_MAP
+    )
+
+
+def norm_relu_halve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return ``avg_pool2d(relu(group_norm(x, channels, weight, bias)), 2)`` of (n, C, H, W)."""
+    halved: Tensor = _Forward.apply(x, weight, bias)[0]
+    return halved
+
+
+class _Forward(torch.autograd.Function):
+    """Keep each map's mean and scale for the way back."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _forward(_last(x), weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        _, mean, scale = output
+        ctx.mark_non_differentiable(mean, scale)
+        ctx.save_for_backward(*inputs, mean, scale)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        for_x, weights, biases = _Backward.apply(slope, x, weight, bias, mean, scale)
+        return for_x, weights.sum(0).to(weight.dtype), biases.sum(0).to(bias.dtype)
+
+    @staticmethod
+    def vmap(
+        info: Any, where: tuple[int | None, ...], x: Tensor, weight: Tensor, bias: Tensor
+    ) -> Any:
+        x, weight, bias = _mapped(info.batch_size, where, (x,), (weight, bias))
+        results = _Forward.apply(x, weight, bias)
+        return tuple(_parted(result, info.batch_size) for result in results), (0, 0, 0)
+
+
+class _Backward(torch.autograd.Function):
+    """Return the gradient by the map, and by weight and bias for each map of the batch."""
+
+    @staticmethod
+    def forward(
+        slope: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _backward(_last(slope), _last(x), weight, bias, mean, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(
+            "The fused block has no second derivative. Build the network with precision float32."
+        )
+
+    @staticmethod
+    def vmap(info: Any, where: tuple[int | None, ...], *given: Tensor) -> Any:
+        slope, x, weight, bias, mean, scale = given
+        at = (where[0], where[1], where[4], where[5], where[2], where[3])
+        slope, x, mean, scale, weight, bias = _mapped(
+            info.batch_size, at, (slope, x, mean, scale), (weight, bias)
+        )
+        results = _Backward.apply(slope, x, weight, bias, mean, scale)
+        return tuple(_parted(result, info.batch_size) for result in results), (0, 0, 0)
+
+
+def _mapped(
+    size: int,
+    where: tuple[int | None, ...],
+    maps: tuple[Tensor, ...],
+    shared: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    """Fold the mapped dimension into the batch. Parameters become one row each, or a row a part."""
+    folded = []
+    for value, place in zip(maps, where):
+        each = value.movedim(place, 0) if place is not None else value.expand(size, *value.shape)
+        folded.append(each.flatten(0, 1))
+    for value, place in zip(shared, where[len(maps) :]):
+        folded.append(value if place is None else value.movedim(place, 0).flatten(0, -2))
+    return tuple(folded)
+
+
+def _parted(value: Tensor, size: int) -> Tensor:
+    return value.unflatten(0, (size, -1))
+
+
+def _last(x: Tensor) -> Tensor:
+    """Bring the channels to the end of the memory, where one program finds many of them."""
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _channels(positions: int, channels: int) -> int:
+    """Return how many channels a program takes: a power of two."""
+    most = max(8, NUMBERS // positions)
+    return int(min(most, triton.next_power_of_2(channels), 128))
+
+
+def _layout(x: Tensor, weight: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Return the grid of programs and the sizes they are compiled for.
+
+    ``weight`` is one row for all maps, or a row for each of as many equal parts of the batch.
+    """
+    n, channels, height, width = x.shape
+    rows = weight.numel() // channels
+    quarter = triton.next_power_of_2(height * width // 4)
+    at_once = _channels(4 * quarter, channels)
+    grid = (n, triton.cdiv(channels, at_once))
+    return grid, {
+        "maps_a_row": n // rows,
+        "CHANNELS": channels,
+        "HALF_WIDTH": width // 2,
+        "HALVES": height * width // 4,
+        "QUARTER": quarter,
+        "AT_ONCE": at_once,
+    }
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    n, channels, height, width = x.shape
+    halved = torch.empty(
+        (n, channels, height // 2, width // 2),
+        dtype=x.dtype,
+        device=x.device,
+        memory_format=torch.channels_last,
+    )
+    mean = torch.empty(n, channels, dtype=torch.float32, device=x.device)
+    scale = torch.empty_like(mean)
+    grid, sizes = _layout(x, weight)
+    weight, bias = weight.contiguous(), bias.contiguous()
+    _forward_kernel[grid](x, weight, bias, halved, mean, scale, EPSILON, **sizes, num_warps=8)
+    return halved, mean, scale
+
+
+def _backward(
+    slope: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    for_x = torch.empty_like(x, memory_format=torch.channels_last)
+    weights, biases = torch.empty_like(mean), torch.empty_like(mean)
+    grid, sizes = _layout(x, weight)
+    weight, bias = weight.contiguous(), bias.contiguous()
+    mean, scale = mean.contiguous(), scale.contiguous()
+    _backward_kernel[grid](
+        slope, x, weight, bias, mean, scale, for_x, weights, biases, **sizes, num_warps=8
+    )
+    return for_x, weights, biases
+
+
+if triton is not None:
+
+    @triton.jit
+    def _places(
+        CHANNELS: tl.constexpr, HALF_WIDTH: tl.constexpr, HALVES: tl.constexpr,
+        QUARTER: tl.constexpr, AT_ONCE: tl.constexpr,
+    ):  # fmt: skip
+        """Return where a program's numbers lie: (a place of the halved map, 2x2, channel)."""
+        place = tl.arange(0, QUARTER)[:, None, None]
+        corner = tl.arange(0, 4)[None, :, None]
+        channel = (tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE))[None, None, :]
+        row = 2 * (place // HALF_WIDTH) + corner // 2
+        column = 2 * (place % HALF_WIDTH) + corner % 2
+        here = (place < HALVES) & (channel < CHANNELS) & (corner < 4)
+        whole = (row * (2 * HALF_WIDTH) + column) * CHANNELS + channel
+        half = place * CHANNELS + channel
+        return whole, half, here, (place < HALVES) & (channel < CHANNELS)
+
+    @triton.jit
+    def _forward_kernel(
+        x, weight, bias, halved, mean, scale, epsilon,
+        maps_a_row,
+        CHANNELS: tl.constexpr, HALF_WIDTH: tl.constexpr, HALVES: tl.constexpr,
+        QUARTER: tl.constexpr, AT_ONCE: tl.constexpr,
+    ):  # fmt: skip
+        n = tl.program_id(0).to(tl.int64)
+        channel = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+        real = channel < CHANNELS
+        whole, half, here, here_half = _places(CHANNELS, HALF_WIDTH, HALVES, QUARTER, AT_ONCE)
+        values = tl.load(x + n * 4 * HALVES * CHANNELS + whole, mask=here, other=0.0)
+        values = values.to(tl.float32)
+        center = tl.sum(tl.sum(values, axis=1), axis=0) / (4 * HALVES)
+        apart = tl.where(here, values - center[None, None, :], 0.0)
+        spread = tl.sum(tl.sum(apart * apart, axis=1), axis=0) / (4 * HALVES)
+        factor = 1.0 / tl.sqrt(spread + epsilon)
+        row = (n // maps_a_row) * CHANNELS
+        w = tl.load(weight + row + channel, mask=real, other=0.0).to(tl.float32)
+        b = tl.load(bias + row + channel, mask=real, other=0.0).to(tl.float32)
+        rectified = tl.maximum(apart * (factor * w)[None, None, :] + b[None, None, :], 0.0)
+        quarter = tl.sum(rectified, axis=1, keep_dims=True) * 0.25
+        out = halved + n * HALVES * CHANNELS + half
+        tl.store(out, quarter.to(halved.dtype.element_ty), mask=here_half)
+        tl.store(mean + n * CHANNELS + channel, center, mask=real)
+        tl.store(scale + n * CHANNELS + channel, factor, mask=real)
+
+    @triton.jit
+    def _backward_kernel(
+        slope, x, weight, bias, mean, scale, for_x, weights, biases,
+        maps_a_row,
+        CHANNELS: tl.constexpr, HALF_WIDTH: tl.constexpr, HALVES: tl.constexpr,
+        QUARTER: tl.constexpr, AT_ONCE: tl.constexpr,
+    ):  # fmt: skip
+        n = tl.program_id(0).to(tl.int64)
+        channel = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+        real = channel < CHANNELS
+        whole, half, here, here_half = _places(CHANNELS, HALF_WIDTH, HALVES, QUARTER, AT_ONCE)
+        first = n * 4 * HALVES * CHANNELS
+        values = tl.load(x + first + whole, mask=here, other=0.0).to(tl.float32)
+        up = tl.load(slope + n * HALVES * CHANNELS + half, mask=here_half, other=0.0)
+        up = up.to(tl.float32) * 0.25
+        center = tl.load(mean + n * CHANNELS + channel, mask=real, other=0.0)
+        factor = tl.load(scale + n * CHANNELS + channel, mask=real, other=0.0)
+        row = (n // maps_a_row) * CHANNELS
+        w = tl.load(weight + row + channel, mask=real, other=0.0).to(tl.float32)
+        b = tl.load(bias + row + channel, mask=real, other=0.0).to(tl.float32)
+        unit = (values - center[None, None, :]) * factor[None, None, :]
+        passed = here & (unit * w[None, None, :] + b[None, None, :] > 0)
+        by_unit = tl.where(passed, up, 0.0)
+        for_bias = tl.sum(tl.sum(by_unit, axis=1), axis=0)
+        for_weight = tl.sum(tl.sum(by_unit * unit, axis=1), axis=0)
+        # d norm / d x = (I - 1 1^T / P - unit unit^T / P) * factor, times w.
+        share = (for_bias / (4 * HALVES))[None, None, :]
+        along = (for_weight / (4 * HALVES))[None, None, :]
+        result = (by_unit - share - unit * along) * (factor * w)[None, None, :]
+        tl.store(for_x + first + whole, result.to(for_x.dtype.element_ty), mask=here)
+        tl.store(weights + n * CHANNELS + channel, for_weight, mask=real)
+        tl.store(biases + n * CHANNELS + channel, for_bias, mask=real)

@@ -1,0 +1,91 @@
+"""The fused blocks give what PyTorch's own operations give. Needs a GPU with Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+from torch.nn import functional as F
+
+from understudy.engine import captured
+from understudy.nets.convnet import ConvNet
+from understudy.nets.draw import materialise
+from understudy.ops import fused
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or fused.triton is None,
+    reason="needs a CUDA device and Triton",
+)
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.avg_pool2d(F.relu(F.group_norm(x, x.shape[1], weight, bias)), 2)
+
+
+def case(channels: int, side: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(channels + side)
+    x = torch.randn(6, channels, side, side, device="cuda") * 3 + 1
+    weight, bias = torch.randn(2, channels, device="cuda").unbind()
+    return x, weight, bias, torch.randn(6, channels, side // 2, side // 2, device="cuda")
+
+
+@needs_gpu
+@pytest.mark.parametrize(("channels", "side"), [(128, 32), (128, 16), (128, 8), (20, 14), (3, 2)])
+def test_forward_and_backward_are_those_of_the_operations_one_by_one(
+    channels: int, side: int
+) -> None:
+    *given, slope = case(channels, side)
+    given = [value.requires_grad_() for value in given]
+    ours, theirs = fused.norm_relu_halve(*given), plain(*given)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    for a, b in zip(
+        torch.autograd.grad(ours, given, slope), torch.autograd.grad(theirs, given, slope)
+    ):
+        torch.testing.assert_close(a, b, atol=2e-3, rtol=1e-3)
+
+
+@needs_gpu
+def test_it_maps_over_records_and_over_parameters() -> None:
+    x, weight, bias, _ = case(16, 8)
+
+    def loss(how: object, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return how(x[None], weight, bias).square().sum()  # type: ignore[operator, no-any-return]
+
+    for places in ((0, None, None), (0, 0, 0)):
+        w, b = (weight, bias) if places[1] is None else (weight.expand(6, 16), bias.expand(6, 16))
+        ours, theirs = (
+            vmap(grad(lambda *given, how=how: loss(how, *given), (0, 1, 2)), places)(x, w, b)
+            for how in (fused.norm_relu_halve, plain)
+        )
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b, atol=2e-3, rtol=1e-3)
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (1, 8, 8), (3, 64, 64)])
+def test_a_network_in_bfloat16_has_nearly_the_same_features(shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    images = torch.randn(5, *shape, device="cuda")
+    exact, fast = (
+        materialise(ConvNet(shape, 4, precision=precision).to("meta"), 3, "cuda").embed(images)
+        for precision in (torch.float32, torch.bfloat16)
+    )
+    assert fast.dtype == torch.float32
+    assert (exact - fast).norm() < 0.02 * exact.norm()
+
+
+@needs_gpu
+def test_a_recorded_step_is_the_step() -> None:
+    device = torch.device("cuda")
+    value, added = torch.zeros(3, device=device), torch.ones(3, device=device)
+
+    def step() -> None:
+        value.add_(added)
+
+    go = captured(step, device, (value,))
+    assert value.tolist() == [0, 0, 0], "runs that warm up leave no trace"
+    go()
+    added.fill_(5)
+    go()
+    assert value.tolist() == [6, 6, 6]
