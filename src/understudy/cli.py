@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from understudy.bench.command import bench
 from understudy.errors import BadConfiguration, UnderstudyError
 
 if TYPE_CHECKING:
@@ -767,6 +768,8 @@ def datasets(as_json: AsJson = False) -> None:
         if not item["place"]:
             out.print(f"    {item['get']}", markup=False)
 
+
+app.command(rich_help_panel="Check")(bench)
 
 # Turning words into values
 
