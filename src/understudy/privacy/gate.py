@@ -337,7 +337,7 @@ class Gate:
                 noise = grid_noise(stream, sums.numel(), query.stddev, step, sums.device)
                 sums = sums + noise.reshape(sums.shape)
             stored = sums.to("cpu", torch.float32).reshape(shape)
-            self.grant.journal.write(turn, stored)
+            self.grant.journal.write({turn: stored})
         self._progress(self._asked, self._total, f"asking '{query.name}'")
         return NoisySum(stored.to(self.engine.torch_device), query.stddev)
 

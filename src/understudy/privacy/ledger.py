@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import hmac
 import json
@@ -34,7 +35,7 @@ from typing import Any
 import platformdirs
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from understudy.errors import BudgetExceeded, LedgerError
@@ -92,31 +93,48 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def _path(self, turn: int) -> Path:
-        return self.folder / f"answer-{turn:08d}.safetensors"
+    @functools.cached_property
+    def _places(self) -> dict[int, Path]:
+        """Tell which file holds the answer of which turn."""
+        places = {}
+        for path in self.folder.glob("answer-*.safetensors"):
+            with self._whole(path), safe_open(path, framework="pt") as file:
+                places.update({int(name): path for name in file.keys()})  # noqa: SIM118
+        return places
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _whole(path: Path) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise LedgerError(f"The journalled answer {path} is damaged: {error}.") from error
 
     def read(self, turn: int) -> Tensor | None:
         """Return the answer already given at this turn, if any."""
-        path = self._path(turn)
-        if not path.exists():
+        path = self._places.get(turn)
+        if path is None:
             return None
-        try:
-            return load(path.read_bytes())["answer"]
-        except (SafetensorError, KeyError) as error:
-            raise LedgerError(f"The journalled answer {path} is damaged: {error}.") from error
+        with self._whole(path), safe_open(path, framework="pt") as file:
+            answer: Tensor = file.get_tensor(str(turn))
+        return answer
 
-    def write(self, turn: int, answer: Tensor) -> None:
-        """Keep an answer. Only after this may anybody see it."""
-        write_durably(self._path(turn), save({"answer": answer.contiguous()}))
+    def write(self, answers: Mapping[int, Tensor]) -> None:
+        """Keep answers by turn, all of them or none. Only after this may anybody see them."""
+        path = self.folder / f"answer-{min(answers):08d}.safetensors"
+        tensors = {str(turn): answer.contiguous() for turn, answer in answers.items()}
+        write_durably(path, save(tensors))
+        self._places.update(dict.fromkeys(answers, path))
 
     def checkpoint(self, asked: int, left: Mapping[str, int], state: Mapping[str, Tensor]) -> None:
         """Keep state that stands for the first answers, then forget them. In this order."""
         tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
         facts = json.dumps({"asked": asked, "left": dict(left)})
         write_durably(self.folder / CHECKPOINT, save(tensors, {"counts": facts}))
-        for path in self.folder.glob("answer-*.safetensors"):
-            if path.name < self._path(asked).name:
-                path.unlink()
+        needed = {path for turn, path in self._places.items() if turn >= asked}
+        for path in {*self._places.values()} - needed:
+            path.unlink()
+        vars(self).pop("_places")
 
     def kept(self) -> Kept | None:
         """Return the last checkpoint, if there is one."""

@@ -34,7 +34,7 @@ MEASURED: Mapping[str, tuple[float, float, int, float]] = {}
 
 def _cells() -> Iterator[Cell]:
     yield from _one(
-        "whole-set, pixels", _BY_LOGISTIC, method="whole-set", preset="small", epsilon=1.0
+        "whole-set, pixels", _BY_LOGISTIC, 4, method="whole-set", preset="small", epsilon=1.0
     )
     yield from _one(
         "whole-set",
@@ -95,6 +95,7 @@ def _cells() -> Iterator[Cell]:
     yield from _one(
         "psg",
         _BY_CONVNET,
+        4,
         method="psg",
         values={
             "runs": 10,
@@ -111,6 +112,7 @@ def _cells() -> Iterator[Cell]:
     yield from _one(
         "dp-merf",
         _BY_LOGISTIC,
+        4,
         method="dp-merf",
         values={"prior": False, "steps": 80, "frequencies": 300, "noise_multiplier": 1.0},
         images_per_class=5,
@@ -118,6 +120,7 @@ def _cells() -> Iterator[Cell]:
     yield from _one(
         "datalens",
         _BY_LOGISTIC,
+        8,
         method="datalens",
         values={
             "noise_multiplier": 0.02,
@@ -141,6 +144,7 @@ def _cells() -> Iterator[Cell]:
     yield from _one(
         "dpaf",
         _BY_LOGISTIC,
+        8,
         method="dpaf",
         values={
             "noise_multiplier": 0.02,
