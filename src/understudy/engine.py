@@ -84,6 +84,29 @@ class Engine:
         return {"device": str(device), "hardware": name, "torch": torch.__version__}
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the computer's own memory on the device, without waiting for the device."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def abreast(works: Sequence[Callable[[], None]], device: torch.device) -> None:
+    """Do works that do not depend on each other: on a GPU side by side, a stream each."""
+    if device.type != "cuda" or len(works) == 1:
+        for work in works:
+            work()
+        return
+    here = torch.cuda.current_stream(device)
+    streams = [torch.cuda.Stream(device) for _ in works]  # type: ignore[no-untyped-call, unused-ignore]
+    for work, stream in zip(works, streams):
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            work()
+    for stream in streams:
+        here.wait_stream(stream)
+
+
 WARM_UPS = 3
 """Runs before a recording, in which libraries choose their kernels and Triton compiles its own."""
 

@@ -231,6 +231,7 @@ def evaluate(
     check_alike(synthetic, heldout)
     if network is None and not synthetic.public.is_image:
         network = "mlp"
+    engine = engine or Engine()
     return train_and_test(
         synthetic.images,
         synthetic.labels,
@@ -240,7 +241,8 @@ def evaluate(
         protocol=protocol,
         network=network,
         seeds=tuple(seeds),
-        device=(engine or Engine()).torch_device,
+        device=engine.torch_device,
+        precision=engine.dtype,
         progress=progress,
     )
 

@@ -21,7 +21,7 @@ from understudy.nets.dpaf import Discriminator, Weights
 from understudy.privacy import Accountant, Budget, Ledger, PrivateDataset, Query, Secret
 from understudy.privacy.accounting import epsilon
 from understudy.privacy.events import Event
-from understudy.privacy.gate import Gate, NoisySum
+from understudy.privacy.gate import Gate
 from understudy.privacy.release import Release
 from understudy.run import fit, synthesise
 
@@ -242,13 +242,12 @@ def test_the_release_is_a_function_of_the_answers_alone(
     """Put the same answers in place of the gate's, on different records: nothing else gets out."""
     stream = torch.Generator()
 
-    def made_up(self: Gate, query: Query, contribution: Any) -> NoisySum:
+    def made_up(self: Gate, query: Query, contribution: Any, state: Any) -> Tensor:
         self._take(query)
-        shape = self._probe(query, contribution)
-        shape = (len(self.public.classes), *shape) if query.per_class else shape
-        return NoisySum(torch.randn(shape, generator=stream) * query.bound, 0.0)
+        _, shape, _ = self._clipped_sum(query, contribution, np.arange(0), state)
+        return torch.randn(shape, generator=stream) * query.bound
 
-    monkeypatch.setattr(Gate, "noisy_sum", made_up)
+    monkeypatch.setattr(Gate, "_ask", made_up)
     random = np.random.default_rng(0)
     images = random.uniform(-1, 1, (120, 1, 8, 8)).astype(np.float32)
     signals = []
@@ -269,8 +268,8 @@ def test_every_sum_keeps_to_its_bound(
     seen: dict[str, list[tuple[float, int]]] = {}
     real = Gate._clipped_sum
 
-    def record(self: Gate, query: Any, contribution: Any, chosen: Any) -> Any:
-        answer = real(self, query, contribution, chosen)
+    def record(self: Gate, query: Any, contribution: Any, chosen: Any, state: Any) -> Any:
+        answer = real(self, query, contribution, chosen, state)
         norm = float(answer[0].double().norm()) / query.bound
         seen.setdefault(query.name, []).append((norm, len(chosen)))
         return answer

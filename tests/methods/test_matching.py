@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,10 @@ def test_one_records_contribution_is_its_row_of_the_batch(look: dict[str, Any]) 
         signal = maker.signal(i)
         batch = signal.features(images, signal.draws_of(labels), labels)
         assert batch.shape == (9, maker.features)
-        rows = vmap(signal.contribution(), randomness="error")(images, labels)
+        contribution = functools.partial(maker.contribution, maker.state(i))
+        rows = vmap(contribution, randomness="error")(images, labels)
         torch.testing.assert_close(rows, batch, atol=1e-5, rtol=1e-4)
-        alone = signal.contribution()(images[4], labels[4])
+        alone = contribution(images[4], labels[4])
         torch.testing.assert_close(alone, batch[4], atol=1e-5, rtol=1e-4)
         if maker.kind != "gradients" and not maker.subspace:
             assert batch.norm(dim=1).max() <= maker.largest_norm
@@ -109,7 +111,6 @@ def test_no_feature_vector_exceeds_the_bound_of_an_unclipped_query() -> None:
 def test_the_gate_clips_after_the_projection() -> None:
     """Every record's vector, hostile ones included, moves a projected sum by at most K."""
     maker, norm = extractor(**LOOKS["subspace"]), 0.05
-    contribution = maker.signal(0).contribution()
     for record in range(8):
         keep = np.array([record])
         whole = few(hostile=True)
@@ -121,11 +122,11 @@ def test_the_gate_clips_after_the_projection() -> None:
         )
         query = Query(name="q", bound=norm, noise_multiplier=0.0, per_class=True)
         with gate_for(one, Plan(Step(query, times=1))) as gate:
-            value = gate.noisy_sum(query, contribution).value
+            value = gate.noisy_sum(query, maker.contribution, maker.state(0)).value
         assert value.shape == (3, 4)
         assert float(value.norm()) <= norm * (1 + 1e-6)
         image, label = torch.from_numpy(one._records._images[0]), torch.tensor(record % 3)
-        raw = contribution(image, label).norm()
+        raw = maker.contribution(maker.state(0), image, label).norm()
         if record > 2:
             assert raw > norm  # so it is the clip that bounded it
             assert float(value.norm()) >= norm * 0.999

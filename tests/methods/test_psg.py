@@ -83,8 +83,8 @@ def test_every_record_is_clipped_by_the_gate(
     seen: list[tuple[float, int]] = []
     real = Gate._clipped_sum
 
-    def record(self: Gate, query: Any, contribution: Any, chosen: Any) -> Any:
-        answer = real(self, query, contribution, chosen)
+    def record(self: Gate, query: Any, contribution: Any, chosen: Any, state: Any) -> Any:
+        answer = real(self, query, contribution, chosen, state)
         seen.append((float(answer[0].norm()), len(chosen)))
         return answer
 

@@ -192,8 +192,8 @@ def test_hostile_records_stay_within_the_bound(
     sums: list[np.ndarray] = []
     real = Gate._clipped_sum
 
-    def record(self: Gate, query: Any, contribution: Any, chosen: Any) -> Any:
-        answer = real(self, query, contribution, chosen)
+    def record(self: Gate, query: Any, contribution: Any, chosen: Any, state: Any) -> Any:
+        answer = real(self, query, contribution, chosen, state)
         sums.append(answer[0])
         return answer
 

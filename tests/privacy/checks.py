@@ -6,6 +6,7 @@ and demands that they fail. Each statistical check states its error rates.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import tempfile
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import understudy.privacy.gate as gate_module
 from tests.fixtures import gate_for, little, private
 from understudy.errors import BadConfiguration, NotPlanned
 from understudy.privacy import Ledger, Plan, Query, Secret, Step
@@ -341,6 +343,66 @@ def the_sum_is_exact() -> None:
         assert torch.equal(reference, total(random.permutation(500), chunk))
 
 
+def a_recorded_sum_counts_each_record_once() -> None:
+    """What a GPU replays is the sum a CPU takes, bit for bit: nobody's rows, nor anybody's twice.
+
+    Batches of all sizes follow each other, so that rows of an earlier one are still there.
+    """
+    random = np.random.default_rng(4)
+    images = random.uniform(-1, 1, (150, 1, 2, 2)).astype(np.float32)
+    images[7], images[11] = np.nan, 1e30
+    data = private(images, np.arange(150) % 3, counts=(50, 50, 50))
+    query = Query(name="r", bound=1.5, noise_multiplier=1.0, per_class=True)
+
+    def scaled(state: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        return image.reshape(-1) * state["scale"] + state["shift"]
+
+    batches = [np.sort(random.permutation(150)[:size]) for size in (150, 40, 0, 64, 65, 1)]
+
+    def totals() -> list[Tensor]:
+        with gate_for(data, Plan(Step(query, 1)), chunk=64, ledger=fresh_ledger()) as gate:
+            return [
+                gate._clipped_sum(
+                    query,
+                    scaled,
+                    batch,
+                    {"scale": torch.tensor(1.0 + place), "shift": torch.full((4,), 0.1 * place)},
+                )[0]
+                for place, batch in enumerate(batches)
+            ]
+
+    expected = totals()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gate_module, "recordable", lambda device: True)
+        for sums, one in zip(totals(), expected, strict=True):
+            assert torch.equal(sums, one)
+
+
+def what_is_seen_is_journalled() -> None:
+    """Answers asked for together: a kill forgets those nobody saw, and repeats the others."""
+    plan, ledger = Plan(Step(whole(1.0), 6)), fresh_ledger()
+    seen: list[Tensor] = []
+
+    def scaled(state: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        return image.reshape(-1) * state["scale"]
+
+    def state() -> dict[str, Tensor]:
+        return {"scale": torch.ones(())}
+
+    def killed() -> dict[str, Tensor]:
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt), gate_for(little(4), plan, ledger=ledger) as gate:
+        seen.append(gate.noisy_sum(whole(1.0), scaled, state()).value)
+        seen.extend(gate.noisy_sums(whole(1.0), scaled, [state, state]).value)
+        gate.noisy_sums(whole(1.0), scaled, [state, state, killed])
+    with gate_for(little(4), plan, ledger=ledger) as gate:
+        again = gate.noisy_sums(whole(1.0), scaled, [state] * 6).value
+        assert torch.equal(again[:3], torch.stack(seen)), "an answer that was seen is drawn anew"
+        assert len({tuple(row.flatten().tolist()) for row in again}) == 6
+    assert len(ledger.grants()) == 1
+
+
 ALL = (
     noise_has_its_scale,
     every_contribution_is_bounded,
@@ -356,4 +418,6 @@ ALL = (
     a_checkpoint_stands_for_its_answers,
     the_smallest_class_sets_the_price,
     the_sum_is_exact,
+    a_recorded_sum_counts_each_record_once,
+    what_is_seen_is_journalled,
 )

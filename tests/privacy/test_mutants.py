@@ -206,6 +206,34 @@ def floats_summed_without_a_grid(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gate, "clip", clip)
 
 
+def rows_of_an_earlier_batch(patch: pytest.MonkeyPatch) -> None:
+    """A recorded chunk that does not fill its memory adds what was left there."""
+    real = gate._Recorded.add
+
+    def add(self: gate._Recorded, images: torch.Tensor, labels: torch.Tensor) -> None:
+        go = self._go
+        self._go = lambda: (self.real.fill_(1.0), go())  # type: ignore[assignment, return-value]
+        real(self, images, labels)
+        self._go = go
+
+    patch.setattr(gate._Recorded, "add", add)
+
+
+def an_earlier_total_kept(patch: pytest.MonkeyPatch) -> None:
+    real = gate._Recorded.begin
+
+    def begin(self: gate._Recorded, state: Any) -> None:
+        before = self.total.clone()
+        real(self, state)
+        self.total.copy_(before)
+
+    patch.setattr(gate._Recorded, "begin", begin)
+
+
+def answers_seen_before_the_journal(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(gate.Gate, "_keep", lambda self, query: self._unseen.clear())
+
+
 MUTANTS: tuple[tuple[Break, Callable[[], None]], ...] = (
     (noise_halved, checks.noise_has_its_scale),
     (noise_too_large, checks.noise_has_its_scale),
@@ -231,6 +259,9 @@ MUTANTS: tuple[tuple[Break, Callable[[], None]], ...] = (
     (shards_priced_as_records, checks.a_shard_costs_double),
     (the_largest_class_sets_the_price, checks.the_smallest_class_sets_the_price),
     (floats_summed_without_a_grid, checks.the_sum_is_exact),
+    (rows_of_an_earlier_batch, checks.a_recorded_sum_counts_each_record_once),
+    (an_earlier_total_kept, checks.a_recorded_sum_counts_each_record_once),
+    (answers_seen_before_the_journal, checks.what_is_seen_is_journalled),
 )
 
 

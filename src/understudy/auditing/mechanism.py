@@ -13,10 +13,11 @@ Pearson 1933; the attacker of Nasr et al. 2023 with full knowledge).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,12 +48,12 @@ from understudy.privacy.gate import (
     Contribution,
     ExactSum,
     Gate,
-    NoisySum,
     PrivateDataset,
     Records,
     record_digests,
 )
 from understudy.privacy.ledger import Ledger
+from understudy.privacy.noise import Secret
 from understudy.privacy.public import Adjacency, Public
 from understudy.privacy.release import Release
 
@@ -119,11 +120,13 @@ class ObservedGate(Gate):
         self._asking: Contribution | None = None
         self._chosen: npt.NDArray[np.intp] = np.zeros(0, dtype=np.intp)
 
-    def noisy_sum(self, query: Query, contribution: Contribution) -> NoisySum:
+    def _ask(
+        self, query: Query, contribution: Contribution, state: Mapping[str, Tensor] | None
+    ) -> Tensor:
         """Ask the gate; remember what was asked of one record."""
-        self._asking = contribution
+        self._asking = contribution if state is None else functools.partial(contribution, state)
         try:
-            return super().noisy_sum(query, contribution)
+            return super()._ask(query, contribution, state)
         finally:
             self._asking = None
 
@@ -131,11 +134,7 @@ class ObservedGate(Gate):
         self._chosen = super()._include(query, turn)
         return self._chosen
 
-    def _answer(
-        self,
-        query: Query,
-        total: Callable[[int], ExactSum],
-    ) -> NoisySum:
+    def _answer(self, query: Query, total: Callable[[int], ExactSum]) -> Tensor:
         exact: list[Scores] = []
 
         def kept(turn: int) -> ExactSum:
@@ -145,7 +144,7 @@ class ObservedGate(Gate):
 
         answer = super()._answer(query, kept)
         groups = len(self.public.classes) if query.per_class else 1
-        noisy = answer.value.detach().cpu().double().numpy().reshape(groups, -1)
+        noisy = answer.detach().cpu().double().numpy().reshape(groups, -1)
         sums = exact[0].reshape(groups, -1)
         known, rows, norms = sums, None, None
         if self._asking is not None:
@@ -197,17 +196,33 @@ class Scene:
         number: int,
     ) -> Release:
         """Measure once through the real gate, with secret noise and a ledger of its own."""
+        return self.through(
+            lambda gate: ObservedGate(gate, watch, known=len(self.images), candidates=candidates),
+            method,
+            data,
+            str(number),
+        )
+
+    def through(
+        self,
+        wrap: Callable[[Gate], Gate],
+        method: Mechanism,
+        data: PrivateDataset,
+        name: str,
+        *,
+        secret: Secret | None = None,
+    ) -> Release:
+        """Measure once through a gate that ``wrap`` makes of the real one."""
         with data.open(
             method.plan(self.public),
             by=method.name,
             recipe=method.recipe(),
-            ledger=Ledger(self.folder / f"{number}.jsonl"),
+            ledger=Ledger(self.folder / f"{name}.jsonl"),
             budget=Budget(math.inf, self.delta),
+            secret=secret,
             engine=self.engine,
         ) as gate:
-            return method.measure(
-                ObservedGate(gate, watch, known=len(self.images), candidates=candidates)
-            )
+            return method.measure(wrap(gate))
 
 
 # The canary

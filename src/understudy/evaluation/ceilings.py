@@ -235,6 +235,7 @@ class _Asked:
             network=self.network,
             seeds=seeds,
             device=self.engine.torch_device,
+            precision=self.engine.dtype,
             progress=self._under(name),
         )
 

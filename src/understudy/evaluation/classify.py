@@ -5,12 +5,13 @@ selection on the test set, of epochs or of anything else: it would overstate the
 test set more often than anybody accounts for.
 
 Networks and the order of training come from the seeds alone (public randomness, local generators).
-On a GPU the seeds train side by side as one stack of parameters, on a CPU one after the other; the
+On a GPU the seeds train side by side in one recorded step, on a CPU one after the other; the
 arithmetic is the same code.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,13 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from understudy.engine import abreast, captured, moved
 from understudy.errors import BadConfiguration, UnknownName
 from understudy.nets.classifiers import Dropout, build
+from understudy.nets.convnet import ConvNet
 from understudy.ops.augment import Augmentation, AugmentParams
+from understudy.ops.augment import apply as augment
 from understudy.ops.pieces import piece
 
 __all__ = [
@@ -248,6 +252,7 @@ def train_and_test(
     device: torch.device | str | None = None,
     progress: Progress | None = None,
     side_by_side: int | None = None,
+    precision: torch.dtype = torch.float32,
 ) -> Scores:
     """Train one network per seed on `images` by the protocol and test it after the last epoch.
 
@@ -255,7 +260,9 @@ def train_and_test(
     sets; labels are 0 .. classes-1. `network` is a name of `nets.NETWORKS` in place of the
     protocol's own, or a function from a seed to a module. `side_by_side` networks train at once as
     one stack: 8 on a GPU unless told otherwise, 1 on a CPU (networks with dropout or batch norm
-    always 1). `progress(done, total, text)` hears of every epoch of every seed.
+    always 1). `precision` is what ConvNets on a GPU are trained in, by fused blocks if bfloat16;
+    weights, steps and the test are float32. `progress(done, total, text)` hears of every epoch of
+    every seed.
     """
     protocol = _protocol(protocol)
     if not seeds:
@@ -292,6 +299,7 @@ def train_and_test(
     width = side_by_side or (_SIDE_BY_SIDE if device.type == "cuda" else 1)
     for group in _groups(seeds, width):
         nets = [make(seed).to(images.dtype).train() for seed in group]
+        _compute_in(nets, precision)
         if len(nets) > 1 and _stackable(nets[0]):
             flats = _train(nets, group, images, labels, protocol, tick)
             trained = list(zip(nets, flats, strict=True))
@@ -300,6 +308,7 @@ def train_and_test(
                 (net, _train([net], [seed], images, labels, protocol, tick)[0])
                 for net, seed in zip(nets, group, strict=True)
             ]
+        _compute_in(nets, torch.float32)
         for net, flat in trained:
             nn.utils.vector_to_parameters(flat, net.parameters())
             confusions.append(_confusion(net, test_images, test_labels, classes, device))
@@ -385,6 +394,13 @@ def _stackable(net: nn.Module) -> bool:
     return not has_dropout and next(net.buffers(), None) is None
 
 
+def _compute_in(nets: Sequence[nn.Module], precision: torch.dtype) -> None:
+    """Choose what ConvNets are computed in on a GPU; other networks know float32 only."""
+    for net in nets:
+        if isinstance(net, ConvNet):
+            net.precision = precision
+
+
 def _piece(images: Tensor, net: nn.Module) -> int:
     """Return how many pictures to take at a time: the whole batch unless on a CPU.
 
@@ -404,72 +420,116 @@ def _train(
 ) -> Tensor:
     """Train the networks side by side; return their parameters, one flat row each.
 
-    All parameters of a network are one row, so a step of SGD is a few operations on one tensor, for
-    one network and for a stack alike. Every network has its own order and augmentation.
+    Every network has its own order and augmentation.
     """
-    # Rows for cutting the flat vector into the network's own tensors.
-    names = [name for name, _ in nets[0].named_parameters()]
-    shapes = [p.shape for p in nets[0].parameters()]
-    sizes = [shape.numel() for shape in shapes]
-    net = nets[0]
-
-    def loss(flat: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        pieces = zip(names, torch.split(flat, sizes), shapes, strict=True)
-        parameters = {name: piece.view(shape) for name, piece, shape in pieces}
-        logits = functional_call(net, parameters, (x,))
-        return F.cross_entropy(logits, y, reduction="sum")
-
     flats = torch.stack([nn.utils.parameters_to_vector(n.parameters()).detach() for n in nets])
-    velocities = torch.zeros_like(flats)
+    state = _Stack(nets[0], flats, torch.zeros_like(flats), flats.new_zeros(()))
     augmentation = Augmentation(protocol.augmentation)
     size = (int(images.shape[-2]), int(images.shape[-1]))
     # One stream for the order and the augmentation of each seed, apart from its weights' stream.
     streams = [torch.Generator().manual_seed(seed) for seed in seeds]
-    n, piece = images.shape[0], _piece(images, net)
+    n = images.shape[0]
+    steps: dict[int, _Step] = {}  # by the size of a batch: the last one of an epoch is smaller
 
     for epoch in range(protocol.epochs):
         if epoch == protocol.lr_drop:
-            velocities.zero_()
-        orders = [torch.randperm(n, generator=stream).to(images.device) for stream in streams]
+            state.velocities.zero_()
+        state.rate.fill_(protocol.rate(epoch))
+        orders = [torch.randperm(n, generator=stream) for stream in streams]
         for start in range(0, n, protocol.batch):
-            picked = [order[start : start + protocol.batch] for order in orders]
-            count = picked[0].shape[0]
-            x, y = images[torch.cat(picked)], labels[torch.cat(picked)]
+            picked = torch.stack([order[start : start + protocol.batch] for order in orders])
+            count, draws = picked.shape[1], None
             if augmentation.families:
-                draws = [
+                each = [
                     augmentation.draw(stream, count, size, one_family=protocol.one_family)
                     for stream in streams
                 ]
-                stacked = AugmentParams(*map(torch.cat, zip(*draws, strict=True)))
-                x = augmentation.apply(x, stacked)
-            if len(nets) == 1:
-                gradients = _summed_gradient(loss, flats[0], x, y, piece)[None]
-            else:
-                x, y = x.view(len(nets), count, *x.shape[1:]), y.view(len(nets), count)
-                gradients = vmap(grad(loss))(flats, x, y)
-            _step(flats, gradients.div_(count), velocities, protocol, epoch)
+                draws = AugmentParams(*map(torch.stack, zip(*each, strict=True)))
+            if count not in steps:
+                steps[count] = _Step(state, images, labels, protocol, picked, draws)
+            steps[count](picked, draws)
         tick(len(nets), f"epoch {epoch + 1} of {protocol.epochs}")
     return flats
 
 
-def _summed_gradient(
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor], flat: Tensor, x: Tensor, y: Tensor, piece: int
-) -> Tensor:
-    """Add up the gradient over the batch, `piece` records at a time."""
-    leaf = flat.detach().requires_grad_()
-    for part, targets in zip(torch.split(x, piece), torch.split(y, piece), strict=True):
-        loss(leaf, part, targets).backward()  # type: ignore[no-untyped-call, unused-ignore]
-    assert leaf.grad is not None
-    return leaf.grad
+@dataclass
+class _Stack:
+    """Hold networks of one kind in training: a row of parameters and one of velocities each.
+
+    All parameters of a network are one row, so a step of SGD is a few operations on one tensor.
+    """
+
+    net: nn.Module
+    flats: Tensor
+    velocities: Tensor
+    rate: Tensor
+
+    def __post_init__(self) -> None:
+        self._names = [name for name, _ in self.net.named_parameters()]
+        self._shapes = [p.shape for p in self.net.parameters()]
+
+    def loss(self, flat: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Return the summed loss of the network with these parameters."""
+        rows = torch.split(flat, [shape.numel() for shape in self._shapes])
+        pieces = zip(self._names, rows, self._shapes, strict=True)
+        parameters = {name: row.view(shape) for name, row, shape in pieces}
+        logits = functional_call(self.net, parameters, (x,), tie_weights=False)
+        return F.cross_entropy(logits, y, reduction="sum")
+
+    def gradient(self, which: int, x: Tensor, y: Tensor) -> Tensor:
+        """Return a network's gradient, added up over the batch a few records at a time."""
+        leaf, size = self.flats[which].detach().requires_grad_(), _piece(x, self.net)
+        losses = (
+            self.loss(leaf, part, targets)
+            for part, targets in zip(torch.split(x, size), torch.split(y, size), strict=True)
+        )
+        total = torch.zeros_like(leaf)
+        for loss in losses:
+            total += torch.autograd.grad(loss, leaf)[0]
+        return total
+
+    def descend(self, gradients: Tensor, protocol: Protocol) -> None:
+        """Take the step of torch.optim.SGD, in place: v <- m v + g + w p, then p <- p - r v."""
+        gradients.add_(self.flats, alpha=protocol.weight_decay)
+        self.velocities.mul_(protocol.momentum).add_(gradients)
+        self.flats.addcmul_(self.velocities, self.rate, value=-1)
 
 
-def _step(
-    parameters: Tensor, gradients: Tensor, velocities: Tensor, protocol: Protocol, epoch: int
-) -> None:
-    """Take the step of torch.optim.SGD, in place: v <- m v + g + w p, then p <- p - r v."""
-    gradients.add_(parameters, alpha=protocol.weight_decay)
-    velocities.mul_(protocol.momentum).add_(gradients)
-    parameters.sub_(velocities, alpha=protocol.rate(epoch))
+class _Step:
+    """Train every network on one batch of its own. On a GPU this is recorded once and replayed."""
+
+    def __init__(
+        self,
+        stack: _Stack,
+        images: Tensor,
+        labels: Tensor,
+        protocol: Protocol,
+        picked: Tensor,
+        draws: AugmentParams | None,
+    ) -> None:
+        device = images.device
+        self._picked = picked.to(device)
+        self._draws = None if draws is None else draws.to(device)
+        gradients = torch.zeros_like(stack.flats)
+
+        def one(which: int) -> None:
+            x, y = images[self._picked[which]], labels[self._picked[which]]
+            if self._draws is not None:
+                x = augment(x, AugmentParams(*(part[which] for part in self._draws)))
+            gradients[which] = stack.gradient(which, x, y)
+
+        def step() -> None:
+            abreast([functools.partial(one, which) for which in range(len(gradients))], device)
+            stack.descend(gradients.div_(picked.shape[1]), protocol)
+
+        changed = (stack.flats, stack.velocities)
+        self._go = captured(step, device, changed) if _stackable(stack.net) else step
+
+    def __call__(self, picked: Tensor, draws: AugmentParams | None) -> None:
+        """Take the step on these records, with these draws."""
+        for mine, given in zip((self._picked, *(self._draws or ())), (picked, *(draws or ()))):
+            mine.copy_(moved(given, mine.device))
+        self._go()
 
 
 @torch.no_grad()

@@ -60,15 +60,8 @@ def measure_signals(gate: Gate, query: Query, extractor: Extractor, count: int) 
     Each is asked, and noised, once. The gate journals every answer, so a run that was killed
     is taken up at the signal it had reached.
     """
-    sums: Tensor | None = None
-    for i in range(count):
-        answer = gate.noisy_sum(query, extractor.signal(i).contribution()).value
-        if sums is None:
-            sums = torch.empty(count, *answer.shape)
-        sums[i] = answer
-    if sums is None:
-        raise BadConfiguration(f"'{query.name}' must be asked at least once, not {count} times.")
-    return sums
+    states = [functools.partial(extractor.state, i) for i in range(count)]
+    return gate.noisy_sums(query, extractor.contribution, states).value
 
 
 @dataclass(frozen=True, kw_only=True)

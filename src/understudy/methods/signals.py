@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -35,6 +35,7 @@ Kind = Literal["convnet", "linear", "pixels", "gradients"]
 
 CPU = torch.device("cpu")
 LINEAR_FEATURES = 64  # DPDC's extractor for Adult is 14 x 64
+_WEIGHTS = "weights."
 
 
 class Extract(Protocol):
@@ -92,32 +93,37 @@ class Signal:
             return None
         return AugmentParams(*(part[labels] for part in self.draws))
 
-    def contribution(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return the function of ONE record the gate vectorises. It clips what this returns."""
+    def state(self) -> dict[str, Tensor]:
+        """Return all that differs between signals of one extractor, by name."""
+        state = {f"{_WEIGHTS}{name}": value for name, value in self.parameters.items()}
+        for part in (self.draws, self.subspace):
+            if part is not None:
+                state |= part._asdict()
+        return state
 
-        def of_one(record: Tensor, label: Tensor) -> Tensor:
-            return self.features(record[None], self.draws_of(label[None]), label[None])[0]
-
-        return of_one
-
-    def tensors(self) -> list[Tensor]:
-        """Return all that differs between signals of one extractor, in a fixed order."""
-        return [*self.parameters.values(), *(self.draws or ()), *(self.subspace or ())]
+    @classmethod
+    def of(cls, extract: Extract, state: Mapping[str, Tensor], device: torch.device) -> Signal:
+        """Return the signal that has this state."""
+        weights = {
+            name.removeprefix(_WEIGHTS): value
+            for name, value in state.items()
+            if name.startswith(_WEIGHTS)
+        }
+        draws = subspace = None
+        if state.keys() >= set(AugmentParams._fields):
+            draws = AugmentParams(*(state[name] for name in AugmentParams._fields))
+        if state.keys() >= set(Subspace._fields):
+            subspace = Subspace(*(state[name] for name in Subspace._fields))
+        return cls(extract, weights, draws, subspace, device)
 
     def own_copy(self) -> Signal:
         """Return the same signal in memory of its own, for another one to be copied into."""
-        return Signal(
-            self.extract,
-            {name: value.clone() for name, value in self.parameters.items()},
-            None if self.draws is None else AugmentParams(*(part.clone() for part in self.draws)),
-            None if self.subspace is None else Subspace(*(part.clone() for part in self.subspace)),
-            self.device,
-        )
+        state = {name: value.clone() for name, value in self.state().items()}
+        return Signal.of(self.extract, state, self.device)
 
     def become(self, other: Signal) -> None:
         """Copy another signal of the same extractor into this one's memory."""
-        for mine, its in zip(self.tensors(), other.tensors(), strict=True):
-            mine.copy_(its, non_blocking=True)
+        torch._foreach_copy_(list(self.state().values()), list(other.state().values()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -225,6 +231,15 @@ class Extractor:
             parameters = draw_parameters(self._net, seed, device=self.device)
         signal = Signal(self._extract, parameters, draws, None, self.device)
         return dataclasses.replace(signal, subspace=self._subspace(i, signal))
+
+    def state(self, i: int) -> dict[str, Tensor]:
+        """Return what signal i looks at records with: what :meth:`contribution` is given."""
+        return self.signal(i).state()
+
+    def contribution(self, state: Mapping[str, Tensor], record: Tensor, label: Tensor) -> Tensor:
+        """Return what a signal sees in ONE record. The gate vectorises this, and clips it."""
+        signal = Signal.of(self._extract, state, self.device)
+        return signal.features(record[None], signal.draws_of(label[None]), label[None])[0]
 
     def marks(self, signals: int) -> Tensor:
         """Return one number per direction of the first few subspaces, to recognise them by."""

@@ -12,7 +12,7 @@ Every answer is ``sum over included records of clip(contribution(record)) + nois
    onto a public grid, so that the float64 sum is exact in any order and on any device;
 5. Gaussian noise is added once, from a secret source, on the same grid;
 6. the noisy answer is journalled before anybody sees it, so a run that is killed resumes without
-   asking again.
+   asking again. Answers asked for together are journalled together: none is seen before that.
 
 Guarantee: sampled Gaussian mechanism (Mironov, Talwar, Zhang 2019; DPDC Lemma III.3) per query;
 adaptive composition over the plan, whose parameters are fixed before the first answer.
@@ -21,9 +21,11 @@ adaptive composition over the plan, whose parameters are fixed before the first 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +34,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from understudy.engine import Engine, Progress, silent
+from understudy.engine import Engine, Progress, captured, moved, silent
 from understudy.errors import BadConfiguration, DataError, LedgerError, NotPlanned
 from understudy.privacy.accounting import Budget
 from understudy.privacy.events import Plan, Query
@@ -42,8 +44,12 @@ from understudy.privacy.public import Public
 from understudy.privacy.release import Release
 from understudy.privacy.statement import Statement
 
-Contribution = Callable[[Tensor, Tensor], Tensor]
-"""Map ONE record (its values in [-1, 1] and its label, both tensors) to a vector."""
+Contribution = Callable[..., Tensor]
+"""Map ONE record (its values in [-1, 1] and its label, both tensors) to a vector.
+
+Called as ``contribution(record, label)``, or with public state as ``contribution(state, record,
+label)``. State given as such, and not closed over, lets a GPU record the whole sum once.
+"""
 
 ExactSum = tuple[Tensor, tuple[int, ...], float]
 """A sum without noise, the shape of the answer, and the grid both live on."""
@@ -61,6 +67,12 @@ CACHED_NUMBERS = 2**18
 
 ROWS_BYTES = 256 * 2**20
 """Bound on the float64 rows of one chunk."""
+
+KEPT_SHARE = 8
+"""Records stay on a GPU where they take at most one part in so many of its free memory."""
+
+UNSEEN_SECONDS, UNSEEN_BYTES = 1.0, 2**28
+"""How much may be asked before it is journalled: what a kill costs is time, never privacy."""
 
 
 def record_digests(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -224,19 +236,48 @@ class Gate:
         self._records, self._plan, self._before = records, plan, before
         self._secret, self._progress = secret, progress
         self._left = {step.query: step.times for step in plan}
-        self._shapes: dict[Query, tuple[int, ...]] = {}
+        self._sums: dict[Query, _ClippedSum] = {}
+        self._unseen: dict[int, Tensor] = {}
         self._asked = 0
         self._kept = grant.journal.kept()
         self._total = sum(step.times for step in plan)
 
-    def noisy_sum(self, query: Query, contribution: Contribution) -> NoisySum:
+    def noisy_sum(
+        self, query: Query, contribution: Contribution, state: Mapping[str, Tensor] | None = None
+    ) -> NoisySum:
         """Sum clipped contributions of the included records and add noise, once."""
+        value = self._ask(query, contribution, state)
+        self._keep(query)
+        return NoisySum(value.to(self.engine.torch_device), query.stddev)
 
-        def total(turn: int) -> ExactSum:
-            chosen = self._include(query, turn)
-            return self._clipped_sum(query, contribution, chosen)
+    def noisy_sums(
+        self,
+        query: Query,
+        contribution: Contribution,
+        states: Sequence[Callable[[], Mapping[str, Tensor]]],
+    ) -> NoisySum:
+        """Ask a query once with each public state; the values come stacked, and lie off the device.
 
-        return self._answer(query, total)
+        What :meth:`noisy_sum` does, so many times, for states that do not depend on the answers:
+        they are made one by one, and many answers go to the journal at once.
+        """
+        values: Tensor | None = None
+        unseen: list[Tensor] = []
+        done, since = 0, time.monotonic()
+        for place, state in enumerate(states, start=1):
+            unseen.append(self._ask(query, contribution, state()))
+            nbytes = len(unseen) * unseen[0].numel() * 4
+            late = time.monotonic() - since > UNSEEN_SECONDS
+            if 1 < place < len(states) and not late and nbytes < UNSEEN_BYTES:
+                continue  # the first one alone, so that progress shows at once
+            self._keep(query)
+            if values is None:
+                values = torch.empty(len(states), *unseen[0].shape)
+            values[done:place] = torch.stack(unseen).cpu()
+            unseen, done, since = [], place, time.monotonic()
+        if values is None:
+            raise BadConfiguration(f"Query '{query.name}' was asked with no state at all.")
+        return NoisySum(values, query.stddev)
 
     def noisy_counts(self, query: Query) -> NoisySum:
         """Count the records of each class, noisily. Each record adds 1 to one count."""
@@ -323,23 +364,38 @@ class Gate:
 
     # The rest is private.
 
-    def _answer(
-        self,
-        query: Query,
-        total: Callable[[int], ExactSum],
-    ) -> NoisySum:
+    def _ask(
+        self, query: Query, contribution: Contribution, state: Mapping[str, Tensor] | None
+    ) -> Tensor:
+        """Answer one turn about records."""
+
+        def total(turn: int) -> ExactSum:
+            chosen = self._include(query, turn)
+            return self._clipped_sum(query, contribution, chosen, state)
+
+        return self._answer(query, total)
+
+    def _answer(self, query: Query, total: Callable[[int], ExactSum]) -> Tensor:
+        """Take a turn and return its noisy answer, which nobody may see before :meth:`_keep`."""
         turn = self._take(query)
         stored = self.grant.journal.read(turn)
-        if stored is None:
-            sums, shape, step = total(turn)
-            if query.stddev > 0:
-                stream = self._secret.stream(self.grant.id, turn, "noise")
-                noise = grid_noise(stream, sums.numel(), query.stddev, step, sums.device)
-                sums = sums + noise.reshape(sums.shape)
-            stored = sums.to("cpu", torch.float32).reshape(shape)
-            self.grant.journal.write({turn: stored})
+        if stored is not None:
+            return stored
+        sums, shape, step = total(turn)
+        if query.stddev > 0:
+            stream = self._secret.stream(self.grant.id, turn, "noise")
+            noise = grid_noise(stream, sums.numel(), query.stddev, step, sums.device)
+            sums = sums + noise.reshape(sums.shape)
+        self._unseen[turn] = sums.to(torch.float32).reshape(shape)
+        return self._unseen[turn]
+
+    def _keep(self, query: Query) -> None:
+        """Journal the answers nobody has seen yet: from here on they can be seen."""
+        if self._unseen:
+            rows = torch.stack(list(self._unseen.values())).cpu()
+            self.grant.journal.write(dict(zip(self._unseen, rows)))
+            self._unseen.clear()
         self._progress(self._asked, self._total, f"asking '{query.name}'")
-        return NoisySum(stored.to(self.engine.torch_device), query.stddev)
 
     def _take(self, query: Query) -> int:
         """Use up one planned turn, or refuse."""
@@ -376,62 +432,198 @@ class Gate:
         """Return how many records sums must have room for: a public number."""
         return UNDECLARED_SIZE if self.public.counts is None else self.public.size
 
-    def _load(self, chosen: npt.NDArray[np.intp]) -> tuple[Tensor, Tensor]:
-        """Fetch records by index; bytes become numbers in [-1, 1] by the fixed 0.5 / 0.5 rule."""
-        device = self.engine.torch_device
-        images = torch.from_numpy(np.array(self._records._images[chosen])).to(device)
-        labels = torch.from_numpy(self._records._labels[chosen]).to(device)
-        if images.dtype == torch.uint8:
-            images = images.float().div_(127.5).sub_(1.0)
-        return images, labels
+    @functools.cached_property
+    def _on_device(self) -> tuple[Tensor, Tensor] | None:
+        """Hold all records in a GPU's memory, as they are, where they take little of it."""
+        device, images = self.engine.torch_device, self._records._images
+        if device.type != "cuda" or KEPT_SHARE * images.nbytes > torch.cuda.mem_get_info(device)[0]:
+            return None
+        labels = torch.from_numpy(self._records._labels).to(device)
+        return torch.from_numpy(np.array(images)).to(device), labels
 
-    def _probe(self, query: Query, contribution: Contribution) -> tuple[int, ...]:
-        """Learn the shape of a query's contributions from a blank record, which is nobody's."""
-        if query in self._shapes:
-            return self._shapes[query]
+    def _raw(self, chosen: npt.NDArray[np.intp]) -> tuple[Tensor, Tensor]:
+        """Fetch records by index, bytes as bytes."""
         device = self.engine.torch_device
-        blank = torch.zeros(1, *self.public.shape, device=device)
-        rows = torch.func.vmap(contribution)(blank, torch.zeros(1, dtype=torch.long, device=device))
-        self._shapes[query] = tuple(rows.shape[1:])
-        return self._shapes[query]
+        if self._on_device is None:
+            images = torch.from_numpy(np.array(self._records._images[chosen]))
+            labels = torch.from_numpy(self._records._labels[chosen])
+            return moved(images, device), moved(labels, device)
+        images, labels = self._on_device
+        if len(chosen) == len(labels):
+            return self._on_device
+        places = moved(torch.from_numpy(chosen), device)
+        return images[places], labels[places]
+
+    def _load(self, chosen: npt.NDArray[np.intp]) -> tuple[Tensor, Tensor]:
+        """Fetch records by index; bytes become numbers in [-1, 1]."""
+        images, labels = self._raw(chosen)
+        return _numbers(images), labels
 
     def _clipped_sum(
-        self, query: Query, contribution: Contribution, chosen: npt.NDArray[np.intp]
+        self,
+        query: Query,
+        contribution: Contribution,
+        chosen: npt.NDArray[np.intp],
+        state: Mapping[str, Tensor] | None = None,
     ) -> ExactSum:
         if query.unit != "record":
             raise BadConfiguration(f"Query '{query.name}' asks shards: use Shards.noisy_sum.")
-        shape = self._probe(query, contribution)
-        width = math.prod(shape)
-        step = grid(query.bound, query.stddev, self._declared_size)
-        groups = len(self.public.classes) if query.per_class else 1
-        device = self.engine.torch_device
+        if query not in self._sums:
+            self._sums[query] = _ClippedSum(query, self.public, self.engine, self._declared_size)
+        return self._sums[query].of(contribution, state, self._raw, chosen)
+
+
+def _numbers(images: Tensor) -> Tensor:
+    """Turn bytes into numbers in [-1, 1] by the fixed 0.5 / 0.5 rule."""
+    return images.float().div_(127.5).sub_(1.0) if images.dtype == torch.uint8 else images
+
+
+def recordable(device: torch.device) -> bool:
+    """Tell whether work can be recorded there and replayed."""
+    return device.type == "cuda"
+
+
+class _ClippedSum:
+    """Add up the clipped contributions of one query's records, a chunk at a time.
+
+    Where a GPU is given public state, the work on a chunk is recorded once and replayed: records
+    and state are copied to where the recording looks for them. Rows of a chunk that stand for
+    nobody are left out of the sum.
+    """
+
+    def __init__(self, query: Query, public: Public, engine: Engine, room: int) -> None:
+        self._query, self._public, self._engine, self._room = query, public, engine, room
+        self._device = engine.torch_device
+        self._groups = len(public.classes) if query.per_class else 1
+        self._step = grid(query.bound, query.stddev, room)
+        self._shape: tuple[int, ...] | None = None
+        self._recorded: tuple[Contribution, _Recorded] | None = None
+
+    def of(
+        self,
+        contribution: Contribution,
+        state: Mapping[str, Tensor] | None,
+        load: Callable[[npt.NDArray[np.intp]], tuple[Tensor, Tensor]],
+        chosen: npt.NDArray[np.intp],
+    ) -> ExactSum:
+        """Return the exact sum over the chosen records."""
+        query, step = self._query, self._step
         if len(chosen) * query.bound >= 2.0**53 * step:
             raise DataError(
-                f"'{self.public.name}' holds many times more records than the "
-                f"{self._declared_size} it declares: their sum would not be exact."
+                f"'{self._public.name}' holds many times more records than the {self._room} it "
+                "declares: their sum would not be exact."
             )
-        total = torch.zeros(groups, width, dtype=torch.float64, device=device)
-        chunk = max(1, min(self.engine.records_at_once, ROWS_BYTES // (8 * max(width, 1))))
-        vectorised = torch.func.vmap(contribution, randomness="error")
-        for first in range(0, len(chosen), chunk):
-            images, labels = self._load(chosen[first : first + chunk])
-            rows = vectorised(images, labels)
-            if tuple(rows.shape[1:]) != shape:
-                raise BadConfiguration(
-                    f"Query '{query.name}' gave contributions of shape {shape} before and of "
-                    f"{tuple(rows.shape[1:])} now."
-                )
-            rows = rows.detach().reshape(len(images), width)
-            group = labels if query.per_class else torch.zeros_like(labels)
-            at_once = self._rows_at_once(width)
-            for some, places in zip(torch.split(rows, at_once), torch.split(group, at_once)):
-                total.index_add_(0, places, clip(some, query.bound, step))
-        return total * step, ((groups, *shape) if query.per_class else shape), step
+        of_one = contribution if state is None else functools.partial(contribution, state)
+        shape = self._probe(of_one)
+        width = math.prod(shape)
+        total = torch.zeros(self._groups, width, dtype=torch.float64, device=self._device)
+        if state is not None and recordable(self._device):
+            self._replayed(total, contribution, state, load, chosen, width)
+        else:
+            vectorised = torch.func.vmap(of_one, randomness="error")
+            chunk = self._chunk(width)
+            for first in range(0, len(chosen), chunk):
+                images, labels = load(chosen[first : first + chunk])
+                self._add(total, vectorised(_numbers(images), labels), labels)
+        return total * step, ((self._groups, *shape) if query.per_class else shape), step
 
-    def _rows_at_once(self, width: int) -> int:
-        """Clip few rows at a time on a CPU, so that their float64 copies stay in its cache."""
-        on_cpu = self.engine.torch_device.type == "cpu"
-        return max(1, CACHED_NUMBERS // max(width, 1)) if on_cpu else self.engine.records_at_once
+    def _chunk(self, width: int) -> int:
+        """Return how many records are worked on at a time."""
+        return max(1, min(self._engine.records_at_once, ROWS_BYTES // (8 * max(width, 1))))
+
+    def _probe(self, of_one: Contribution) -> tuple[int, ...]:
+        """Learn the shape of contributions from a blank record, which is nobody's."""
+        if self._shape is None:
+            blank = torch.zeros(1, *self._public.shape, device=self._device)
+            label = torch.zeros(1, dtype=torch.long, device=self._device)
+            self._shape = tuple(torch.func.vmap(of_one)(blank, label).shape[1:])
+        return self._shape
+
+    def _add(self, total: Tensor, rows: Tensor, labels: Tensor, real: Tensor | None = None) -> None:
+        """Clip rows and add them to the sums of their groups."""
+        if tuple(rows.shape[1:]) != self._shape:
+            raise BadConfiguration(
+                f"Query '{self._query.name}' gave contributions of shape {self._shape} before and "
+                f"of {tuple(rows.shape[1:])} now."
+            )
+        rows = rows.detach().reshape(len(labels), -1)
+        group = labels if self._query.per_class else torch.zeros_like(labels)
+        if real is not None or self._device.type == "cuda":
+            # Whole numbers below 2^53: a product of matrices adds them exactly, in any order.
+            members = (group == torch.arange(self._groups, device=self._device)[:, None]).double()
+            members = members if real is None else members * real
+            total.addmm_(members, clip(rows, self._query.bound, self._step))
+            return
+        # Few rows at a time, so that their float64 copies stay in the cache.
+        at_once = max(1, CACHED_NUMBERS // max(rows.shape[1], 1))
+        for some, places in zip(torch.split(rows, at_once), torch.split(group, at_once)):
+            total.index_add_(0, places, clip(some, self._query.bound, self._step))
+
+    def _replayed(
+        self,
+        total: Tensor,
+        contribution: Contribution,
+        state: Mapping[str, Tensor],
+        load: Callable[[npt.NDArray[np.intp]], tuple[Tensor, Tensor]],
+        chosen: npt.NDArray[np.intp],
+        width: int,
+    ) -> None:
+        """Add the chosen records' rows to a total by replaying the recording."""
+        room = min(self._chunk(width), self._expected_most())
+        for first in range(0, len(chosen), room):
+            images, labels = load(chosen[first : first + room])
+            if self._recorded is None or self._recorded[0] != contribution:
+                blank = images.new_zeros(room, *images.shape[1:])
+                add = functools.partial(self._add_recorded, contribution)
+                self._recorded = contribution, _Recorded(add, state, blank, total)
+            recorded = self._recorded[1]
+            if first == 0:
+                recorded.begin(state)
+            recorded.add(images, labels)
+        if self._recorded is not None and len(chosen):
+            total.copy_(self._recorded[1].total)
+
+    def _add_recorded(self, contribution: Contribution, at: _Recorded) -> None:
+        vectorised = torch.func.vmap(functools.partial(contribution, at.state), randomness="error")
+        self._add(at.total, vectorised(_numbers(at.images), at.labels), at.labels, at.real)
+
+    def _expected_most(self) -> int:
+        """Return a number of records a batch hardly ever exceeds: then it takes one more chunk."""
+        expected = sum(
+            rate * size
+            for rate, size in zip(self._query.rates(self._public), self._public.sizes, strict=True)
+        )
+        return 64 * math.ceil((expected + 6 * math.sqrt(expected) + 1) / 64)
+
+
+class _Recorded:
+    """Hold a recorded addition and the memory it works on."""
+
+    def __init__(
+        self,
+        add: Callable[[_Recorded], None],
+        state: Mapping[str, Tensor],
+        blank: Tensor,
+        total: Tensor,
+    ) -> None:
+        self.state = {name: value.clone() for name, value in state.items()}
+        self.images, self.total = blank, total.clone()
+        self.labels = torch.zeros(len(blank), dtype=torch.long, device=blank.device)
+        self.real = torch.zeros(len(blank), dtype=torch.float64, device=blank.device)
+        self._go = captured(lambda: add(self), blank.device, (self.total,))
+
+    def begin(self, state: Mapping[str, Tensor]) -> None:
+        """Take up another state and start from zero."""
+        torch._foreach_copy_(list(self.state.values()), [state[name] for name in self.state])
+        self.total.zero_()
+
+    def add(self, images: Tensor, labels: Tensor) -> None:
+        """Add so many records, at most as many as there is room for."""
+        count = len(images)
+        self.images[:count].copy_(images)
+        self.labels[:count].copy_(labels)
+        self.real.zero_()[:count] = 1.0
+        self._go()
 
 
 def clip(rows: Tensor, bound: float, step: float) -> Tensor:
@@ -447,6 +639,8 @@ def clip(rows: Tensor, bound: float, step: float) -> Tensor:
     finite = torch.isfinite(norms)
     scale = torch.where(norms > bound * SHORT, bound * SHORT / norms, 1.0)
     whole = rows.to(torch.float64, copy=True).mul_(scale / step).trunc_()
+    if rows.is_cuda:  # asking whether all are finite would wait for the device
+        return whole.masked_fill_(~finite, 0.0)
     return whole if finite.all() else whole.masked_fill_(~finite, 0.0)
 
 
@@ -531,7 +725,9 @@ class Shards:
                 sums = sums + rows.sum(dim=0)
             return sums * step, shape, step
 
-        return self._gate._answer(query, total)
+        value = self._gate._answer(query, total)
+        self._gate._keep(query)
+        return NoisySum(value.to(self._gate.engine.torch_device), query.stddev)
 
     # The rest is private.
 

@@ -26,6 +26,8 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
+from understudy.engine import moved
+
 Floats = npt.NDArray[np.float64]
 
 GRID_BITS = 28
@@ -82,12 +84,14 @@ class Stream:
         """Return float32 numbers in [0, 1), each a multiple of 2^-24, made on the device."""
         count = math.prod(shape)
         words = self.bits((count + 1) // 2).view("<i4")[:count]
-        return ((torch.from_numpy(words.copy()).to(device) >> 8) * 2.0**-24 + 0.5).reshape(shape)
+        return ((moved(torch.from_numpy(words.copy()), device) >> 8) * 2.0**-24 + 0.5).reshape(
+            shape
+        )
 
     def normal(self, count: int, device: torch.device) -> Tensor:
         """Return standard normal numbers in float64, made on the device (Box and Muller 1958)."""
         half = (count + 1) // 2
-        words = torch.from_numpy(self.bits(2 * half).view("<i8").copy()).to(device)
+        words = moved(torch.from_numpy(self.bits(2 * half).view("<i8").copy()), device)
         uniform = ((words >> 11) & (2**53 - 1)).to(torch.float64) * 2.0**-53
         radius = torch.log1p(-uniform[:half]).mul_(-2.0).sqrt_()
         angle = uniform[half:] * (2.0 * math.pi)
