@@ -26,12 +26,14 @@ from understudy.auditing.attacks import (
 from understudy.auditing.mechanism import (
     BOUNDS,
     Answer,
+    Canary,
     Scene,
     Traffic,
     bounds,
     listen,
     worst_canary,
 )
+from understudy.auditing.replay import not_replayed, replay
 from understudy.auditing.statistics import (
     Evidence,
     Scores,
@@ -47,7 +49,7 @@ from understudy.privacy.accounting import epsilon
 from understudy.privacy.public import Adjacency, Public
 
 QUICK_SECONDS = 40.0
-"""Time after which a quick audit begins no further run, for runs and for releases each."""
+"""Time after which a quick audit begins no further run, for replays, runs and releases each."""
 
 KNOWN_PER_CLASS = 4
 """Records a class behind the gate in mechanism runs: their sum is known, so few are enough."""
@@ -150,7 +152,7 @@ class AuditResult:
     confidence: float
     evidence: tuple[Evidence, ...]
     findings: tuple[str, ...]
-    """What needs no statistics: more asked than planned."""
+    """What needs no statistics: more asked than planned, and what a replayed transcript shows."""
     runs: int
     releases: int
     seconds: float
@@ -198,7 +200,8 @@ class AuditResult:
         lines += [f"  ! {finding}" for finding in self.findings]
         for found in self.evidence:
             figures = ", ".join(f"{name} {value:.4g}" for name, value in found.figures.items())
-            lines.append(f"  epsilon >= {found.epsilon:<6.3g} {found.attack} ({figures})")
+            told = f" ({figures})" if figures else ""
+            lines.append(f"  epsilon >= {found.epsilon:<6.3g} {found.attack}{told}")
         return "\n".join(lines)
 
 
@@ -224,11 +227,12 @@ def audit(
 
     ``runs``: times the method is measured, half of them with the canary. ``releases``: times a
     whole synthetic set is made and attacked (0 for none; needed at least 4 to say anything; a
-    trainer makes no sets).
+    trainer makes no sets). Where an epsilon is claimed, one transcript is told to two neighbours.
     ``seed`` chooses records, canaries and coins; noise is secret, as always. All bounds together
     err with chance at most 1 - confidence: so rarely does a sound method fail. Repeat a failure that
     surprises you with a higher confidence.
-    ``quick``: at most 200 runs and 12 releases, none begun after 40 s of either.
+    ``quick``: at most 200 runs and 12 releases, none begun after 40 s of either; a transcript of
+    10 s, and no neighbour begun after 40 s.
 
     Raises AuditFailed, with the ``result``, unless ``strict`` is off.
     """
@@ -248,13 +252,24 @@ def audit(
     public = pool.public
     claimed = method.epsilon(public, delta)
     with tempfile.TemporaryDirectory(prefix="understudy-audit-", dir=_in_memory()) as folder:
-        known, _ = pool.parts(KNOWN_PER_CLASS, seed)
+        known, others = pool.parts(KNOWN_PER_CLASS, seed)
         scene = _scene(pool, known, engine, Path(folder) / "runs", delta)
         canary = worst_canary(method, scene, seed)
+        findings: tuple[str, ...] = ()
+        replayed = not_replayed("no finite epsilon is claimed")
+        if math.isfinite(claimed):
+            outcome = replay(
+                method,
+                scene,
+                _neighbours(pool, others, canary),
+                seconds=QUICK_SECONDS if quick else math.inf,
+                progress=progress,
+            )
+            findings, replayed = outcome.findings, outcome.evidence
         traffic = listen(
             method, scene, canary, runs, keep_on=_clock(quick, runs, progress, "running")
         )
-        evidence = bounds(traffic, public, delta, each, seed)
+        evidence = [*bounds(traffic, public, delta, each, seed), replayed]
         done = 0
         if releases >= 4 and isinstance(method, Method):
             found, done = _attack_releases(
@@ -271,7 +286,7 @@ def audit(
             lower_bound=max((found.epsilon for found in evidence), default=0.0),
             confidence=confidence,
             evidence=tuple(evidence),
-            findings=_beyond_the_plan(method, traffic, public, delta),
+            findings=(*_beyond_the_plan(method, traffic, public, delta), *findings),
             runs=len(traffic.inside) + len(traffic.outside),
             releases=done,
             seconds=time.monotonic() - began,
@@ -301,6 +316,21 @@ def _scene(pool: AuditPool, known: Tensor, engine: Engine, folder: Path, delta: 
         folder=folder,
         delta=delta,
     )
+
+
+def _neighbours(pool: AuditPool, others: Tensor, worst: Canary) -> list[Canary]:
+    """Return the canary whose contributions are largest, and a real record of another class.
+
+    Under *replace* the real record stands in for another one of its class.
+    """
+    own = others[pool.labels[others] != worst.label]
+    if worst.other is None:
+        return [worst, *(Canary(pool.images[i], None, int(pool.labels[i])) for i in own[:1])]
+    mine = own[pool.labels[own] == pool.labels[own[:1]]][:2]
+    if len(mine) < 2:
+        return [worst]
+    image, other = pool.images[mine]
+    return [worst, Canary(image, other, int(pool.labels[mine[0]]))]
 
 
 class _clock:  # noqa: N801 - used as a function
