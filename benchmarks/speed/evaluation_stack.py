@@ -88,6 +88,7 @@ def ours(
             device=suite.device,
             progress=laps,
             side_by_side=side_by_side,
+            precision=suite.engine.dtype,
         )
         return [NETWORKS * seconds for seconds in laps.seconds]
 

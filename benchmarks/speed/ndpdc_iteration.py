@@ -125,7 +125,7 @@ def check(shape: Shape, device: torch.device) -> None:
         width=4,
         augmentation="color_crop_cutout_flip_scale_rotate",
     )
-    engine = Engine(device=str(device))
+    engine = Engine(device=str(device), precision="float32")
     with throw_away_gate(drawn.private, method, engine, lambda *_: None) as gate:
         release = method.measure(gate)
     images = method.synthesise(release, engine=engine).images

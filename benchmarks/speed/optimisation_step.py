@@ -64,7 +64,13 @@ class PlainStep:
         self.optimiser.step()
 
 
-def extractor(shape: tuple[int, ...], classes: int, width: int, device: torch.device) -> Extractor:
+def extractor(
+    shape: tuple[int, ...],
+    classes: int,
+    width: int,
+    device: torch.device,
+    precision: torch.dtype = torch.float32,
+) -> Extractor:
     """Return the maker of the signals."""
     public = Public(
         name="nothing",
@@ -79,6 +85,7 @@ def extractor(shape: tuple[int, ...], classes: int, width: int, device: torch.de
         width=width,
         augmentation=plain.STRATEGY,
         device=device,
+        precision=precision,
     )
 
 
@@ -172,7 +179,7 @@ def cell(
     **more: Any,
 ) -> None:
     """Time one setting."""
-    signals = extractor(shape, classes, width, suite.device)
+    signals = extractor(shape, classes, width, suite.device, suite.engine.dtype)
     suite.measure(
         name,
         {

@@ -329,7 +329,7 @@ class Suite:
             flop=counted[arithmetic].flop,
             moved=counted[first].moved,
             seconds=ms[first] / 1000,
-            precision=precision or conv_precision(self.device),
+            precision=precision or conv_precision(self.engine),
         )
         line = {
             "benchmark": "speed",
@@ -376,9 +376,12 @@ class Suite:
         print(table(self.lines))
 
 
-def conv_precision(device: torch.device) -> str:
-    """Say in what numbers float32 convolutions are computed."""
-    return "tf32" if device.type == "cuda" and torch.backends.cudnn.allow_tf32 else "fp32"
+def conv_precision(engine: Engine, *, fused: bool = True) -> str:
+    """Say in what numbers a ConvNet's convolutions are computed; ``fused``: where it may be bf16."""
+    if fused and engine.dtype == torch.bfloat16:
+        return "bf16"
+    on_gpu = engine.torch_device.type == "cuda"
+    return "tf32" if on_gpu and torch.backends.cudnn.allow_tf32 else "fp32"
 
 
 def _quartiles(some: Sequence[float]) -> list[float]:

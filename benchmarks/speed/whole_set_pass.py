@@ -90,7 +90,10 @@ def check(shape: tuple[int, int, int], device: torch.device) -> None:
         noise_multiplier=0.0, queries=2, width=4, augmentation="color_crop_cutout_scale_rotate"
     )
     with throw_away_gate(
-        drawn.private, method, Engine(device=str(device), chunk=5), lambda *_: None
+        drawn.private,
+        method,
+        Engine(device=str(device), chunk=5, precision="float32"),
+        lambda *_: None,
     ) as gate:
         sums = method.measure(gate).signals["sums"]
     real = drawn.on(torch.device("cpu")).double()

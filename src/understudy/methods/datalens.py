@@ -71,12 +71,21 @@ class DataLens(Generative):
         "Every teacher has its own Adam moments; in the published code 80 teachers share them.",
         "The number of iterations is fixed by the plan and the last one is released.",
         "The data-dependent bound of Theorem 4 is not used.",
+        "Made pictures follow the gradient of log Gamma; Algorithm 1 prints its negative, which "
+        "points away from the records.",
+        "As in the published code, latents are uniform, squared errors are summed, and what is "
+        "clipped is the gradient of the mean over the pictures of an iteration.",
         "The generator's batch norms keep statistics of made pictures with public labels.",
         "Epsilon is computed with privacy loss distributions; the paper's Renyi figure is higher.",
     )
 
     presets: ClassVar[Mapping[str, Preset]] = {
-        "paper-eps1": Preset({}, "TOLD"),
+        "paper-eps1": Preset(
+            {},
+            "The published setting for MNIST at epsilon 1, with as many iterations as privacy loss "
+            "distributions allow. 71.2 % in the paper, the best epoch on the test set; not "
+            "measured here. The teachers take 27 GB: a GPU's work.",
+        ),
         "laptop": Preset(
             {
                 "noise_multiplier": 8.0,
@@ -89,7 +98,9 @@ class DataLens(Generative):
                 "averaging": 0.9,
                 "teacher_widths": (8, 16, 64),
             },
-            "TOLD",
+            "A quarter of the teachers, a ninth of their weights, and means of votes instead of "
+            "signs. Not measured here. Sixty iterations of pictures of 28x28, by the time of one, "
+            "take some seven minutes of a CPU core.",
         ),
     }
     miniature: ClassVar[Mapping[str, Any]] = {

@@ -63,7 +63,8 @@ class DPAF(Generative):
     ``noise_multiplier`` is that of one query of all records as telling as the whole plan: each
     query's own follows from it, the split, its rate and its count (:meth:`noise`).
 
-    ``published`` runs the algorithm as printed, on bare batches: no guarantee, epsilon infinity.
+    ``published`` takes the printed route to conv: v at the clean aggregate of the batch, and a
+    classifier phase partly by plain SGD, on bare batches. No guarantee, epsilon infinity.
 
     Guarantee: adaptive composition of the plan's sampled Gaussian mechanisms, on one accountant.
     One record adds one vector of norm at most sqrt(m) p to one class sum of features, and one of
@@ -87,6 +88,8 @@ class DPAF(Generative):
         "no class share of a private batch is used.",
         "The gradients of conv2 come from a Poisson batch of mu times the size, not from the "
         "union of the last mu batches.",
+        "The generator learns from aggregates of made pictures, with noise like that of the real "
+        "ones; the paper leaves the aggregation out there.",
         "SIN adds 1e-8 to each variance, so a constant map becomes zero.",
         "Widths, rates, clip norm and batch sizes are ours: the paper's appendix is missing.",
     )
@@ -106,7 +109,7 @@ class DPAF(Generative):
         "latent": 8,
     }
 
-    noise_multiplier: float = 0.57  # one query of all records at epsilon 10, delta 1e-5
+    noise_multiplier: float = 0.57  # one query of all records: epsilon 8.5 at delta 1e-5
     batches: int = 400  # T
     group_size: float = 200.0  # L: records of each class expected in a batch
     asymmetry: int = 8  # mu

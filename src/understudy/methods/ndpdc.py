@@ -66,11 +66,13 @@ class NDPDC(Matching):
     noise_multiplier: float = 1.0  # sigma / G; the paper's default (Section V-A)
     iterations: int = 10_000  # I
     group_size: float = 50.0  # L
+    start: float = 1.0  # standard deviation of the first images
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require(self.iterations >= 1, f"iterations is {self.iterations}; at least 1")
         self._require(self.group_size > 0, f"group_size must be positive: {self.group_size}")
+        self._require(self.start > 0, f"start must be positive: {self.start}")
 
     def query(self, public: Public) -> Query:
         """Ask for the feature sum of one random group of each class (Equation 8)."""
@@ -97,5 +99,6 @@ class NDPDC(Matching):
                 learning_rate=self.learning_rate,
                 momentum=self.momentum,
                 expand=self.expand,
+                start=self.start,
             ),
         )
