@@ -31,7 +31,7 @@ from ceilings import Ceilings, Roofline, float32_as
 from counting import Counter, whole_batches
 from torch import Tensor
 
-from understudy.engine import Engine
+from understudy.engine import Engine, Precision
 from understudy.methods.base import Mechanism
 from understudy.privacy import Budget, Gate, Ledger, PrivateDataset, Public, Records
 from understudy.privacy.gate import record_digests
@@ -207,6 +207,7 @@ class Suite:
     device: torch.device
     lines: list[dict[str, Any]] = field(default_factory=list)
     chunk: int | None = None
+    precision: Precision = "auto"
 
     @classmethod
     def of(
@@ -255,7 +256,7 @@ class Suite:
     @property
     def engine(self) -> Engine:
         """Return the engine all ways of ours run on."""
-        return Engine(device=str(self.device), chunk=self.chunk)
+        return Engine(device=str(self.device), chunk=self.chunk, precision=self.precision)
 
     def laps(self) -> Laps:
         """Start taking times."""

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from understudy.errors import BadConfiguration
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, what is being done)."""
+
+Precision = Literal["auto", "float32", "bfloat16"]
 
 
 def silent(done: int, total: int, text: str) -> None:
@@ -36,10 +38,10 @@ class Engine:
 
     device: str = "auto"
     chunk: int | None = None
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    precision: Precision = "auto"
 
     def __post_init__(self) -> None:
-        if self.precision not in ("auto", "float32", "bfloat16"):
+        if self.precision not in get_args(Precision):
             raise BadConfiguration(
                 f"precision must be auto, float32 or bfloat16, not '{self.precision}'."
             )

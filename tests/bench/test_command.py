@@ -110,6 +110,11 @@ class TestCommand:
             ((), BadConfiguration, "--list"),
             (("dpdc-4",), UnknownName, "Did you mean 'dpdc-3'|Did you mean 'dpdc-1'|dpdc-2"),
             (("psg-continual", "--check"), BadConfiguration, "no bars"),
+            (
+                ("guard", "--only", "ldpdc", "--only", "mnist"),
+                BadConfiguration,
+                "'ldpdc' and 'mnist'",
+            ),
         ],
     )
     def test_says_what_is_wrong(
@@ -128,6 +133,14 @@ class TestCommand:
         again = bench("guard", "--results", str(file), "--render")
         assert "1 measured earlier" in again.output
         assert "**" in file.with_suffix(".md").read_text()
+
+    def test_measures_only_what_it_is_told(self) -> None:
+        cells = SUITES["must-hold"].cells
+        kept = command._only(["Whole-set", "mnist", "50 per"], cells)
+        assert {cell.column for cell in kept} == {"mnist", "fashion-mnist"}
+        assert {cell.method for cell in kept} == {"whole-set"}
+        assert {cell.images_per_class for cell in kept} == {50}
+        assert command._only(None, cells) == cells
 
     def test_looks_for_data_where_it_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("UNDERSTUDY_DATA", "/before")

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +29,14 @@ Suites = Annotated[
     list[str] | None, typer.Argument(metavar="[SUITE]...", help="See --list. 'all' is every suite.")
 ]
 List = Annotated[bool, typer.Option("--list", help="List the suites and stop.")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT",
+        help="Only cells whose row, column or description (see --list --json) contains this text. "
+        "Repeatable: each narrows further.",
+    ),
+]
 Data = Annotated[
     list[Path] | None,
     typer.Option(help="A folder that holds named datasets, before the usual ones; repeatable."),
@@ -66,6 +74,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for 
 def bench(
     suites: Suites = None,
     list_: List = False,
+    only: Only = None,
     data: Data = None,
     results: Results = None,
     minutes: Minutes = None,
@@ -87,6 +96,8 @@ def bench(
 
         understudy bench must-hold dpdc-1 --device cuda --minutes 25
 
+        understudy bench must-hold --only whole-set --only mnist
+
         understudy bench guard --check
 
         understudy bench --render
@@ -101,7 +112,7 @@ def bench(
         if name != "all" and name not in SUITES:
             raise UnknownName("suite", name, SUITES)
     wanted = list(SUITES) if "all" in (suites or ()) else list(suites or ())
-    cells = tuple(cell for name in wanted for cell in SUITES[name].cells)
+    cells = _only(only, (cell for name in wanted for cell in SUITES[name].cells))
     with ExitStack() as stack:
         file = results or home() / "benchmarks" / "results" / "bench.jsonl"
         if check and results is None:
@@ -120,6 +131,18 @@ def bench(
         sys.stdout.write(json.dumps(told, indent=2) + "\n")
     if not met:
         raise typer.Exit(1)
+
+
+def _only(only: Sequence[str] | None, cells: Iterable[Cell]) -> tuple[Cell, ...]:
+    """Keep the cells that every text names."""
+
+    def told(cell: Cell) -> str:
+        return f"{cell.row}; {cell.column}; {cell}".casefold()
+
+    kept = tuple(c for c in cells if all(text.casefold() in told(c) for text in only or ()))
+    if only and not kept:
+        raise BadConfiguration(f"No cell of these suites matches {' and '.join(map(repr, only))}.")
+    return kept
 
 
 def home() -> Path:
