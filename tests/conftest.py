@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # Triton asks, when it is imported, whether to interpret
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from sklearn.datasets import load_digits
 
 from tests.fixtures import private, shared_data_folder

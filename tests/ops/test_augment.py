@@ -218,3 +218,27 @@ def test_refusals_help() -> None:
         Augmentation("flip_flip")
     with pytest.raises(ValueError, match="3 draws for 5 pictures"):
         apply(pictures(5), ALL.draw(0, 3, SIZE))
+
+
+def test_batches_drawn_in_one_go_are_those_drawn_one_by_one() -> None:
+    augmentation, counts = Augmentation("color_crop_cutout_flip_scale_rotate"), [3, 3, 2]
+    together = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
+    alone = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
+    for one_family in (True, False):
+        drawn = augmentation.draw_batches(together, counts, (8, 10), one_family=one_family)
+        for which, generator in enumerate(alone):
+            each = [
+                augmentation.draw(generator, count, (8, 10), one_family=one_family)
+                for count in counts
+            ]
+            for part, expected in zip(drawn, map(torch.cat, zip(*each))):
+                assert torch.equal(part[which], expected)
+
+
+def test_packed_draws_are_the_draws() -> None:
+    draws = Augmentation("color_crop_cutout_flip_scale_rotate").draw(0, 30, (8, 8))
+    back = AugmentParams.unpacked(draws.packed())
+    for part, expected in zip(back, draws):
+        assert torch.equal(part, expected.float())
+    images = torch.randn(30, 1, 8, 8)
+    assert torch.equal(apply(images, back), apply(images, draws))

@@ -1,4 +1,4 @@
-"""The fused blocks give what PyTorch's own operations give. Needs a GPU with Triton."""
+"""The fused blocks give what PyTorch's own operations give: on a GPU, or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional as F
 
+from tests.ops.kernels import DEVICE, needs_triton
 from understudy.engine import captured
 from understudy.nets.convnet import ConvNet
 from understudy.nets.draw import materialise
-from understudy.ops import fused
+from understudy.ops import fused, opening
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or fused.triton is None,
@@ -25,12 +26,12 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def case(channels: int, side: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(channels + side)
-    x = torch.randn(6, channels, side, side, device="cuda") * 3 + 1
-    weight, bias = torch.randn(2, channels, device="cuda").unbind()
-    return x, weight, bias, torch.randn(6, channels, side // 2, side // 2, device="cuda")
+    x = torch.randn(6, channels, side, side, device=DEVICE) * 3 + 1
+    weight, bias = torch.randn(2, channels, device=DEVICE).unbind()
+    return x, weight, bias, torch.randn(6, channels, side // 2, side // 2, device=DEVICE)
 
 
-@needs_gpu
+@needs_triton
 @pytest.mark.parametrize(("channels", "side"), [(128, 32), (128, 16), (128, 8), (20, 14), (3, 2)])
 def test_forward_and_backward_are_those_of_the_operations_one_by_one(
     channels: int, side: int
@@ -45,7 +46,7 @@ def test_forward_and_backward_are_those_of_the_operations_one_by_one(
         torch.testing.assert_close(a, b, atol=2e-3, rtol=1e-3)
 
 
-@needs_gpu
+@needs_triton
 def test_it_maps_over_records_and_over_parameters() -> None:
     x, weight, bias, _ = case(16, 8)
 
@@ -60,6 +61,100 @@ def test_it_maps_over_records_and_over_parameters() -> None:
         )
         for a, b in zip(ours, theirs):
             torch.testing.assert_close(a, b, atol=2e-3, rtol=1e-3)
+
+
+Block = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def opened(x: Tensor, kernel: Tensor, weight: Tensor, bias: Tensor, margin: int = 1) -> Tensor:
+    return opening.convolve_norm_relu_halve(x, kernel, weight, bias, margin, torch.float32)
+
+
+def plainly_opened(
+    x: Tensor, kernel: Tensor, weight: Tensor, bias: Tensor, margin: int = 1
+) -> Tensor:
+    return plain(F.conv2d(x, kernel, padding=margin), weight, bias)
+
+
+def first_block(n: int, channels: int, side: int, maps: int) -> Block:
+    torch.manual_seed(channels + side)
+    x = torch.randn(n, channels, side, side, device=DEVICE) + 0.5
+    kernel = torch.randn(maps, channels, 3, 3, device=DEVICE)
+    weight, bias = torch.randn(2, maps, device=DEVICE).unbind()
+    return x, kernel, weight, bias
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("channels", "side", "maps", "margin"),
+    [(1, 28, 32, 3), (3, 32, 16, 1), (1, 8, 16, 1), (3, 12, 48, 1)],
+)
+@pytest.mark.parametrize("asked", [(0, 1, 2, 3), (0,), (1, 2, 3)], ids=str)
+def test_a_first_block_is_convolution_norm_rectifier_and_pool(
+    channels: int, side: int, maps: int, margin: int, asked: tuple[int, ...]
+) -> None:
+    given = first_block(3, channels, side, maps)
+    leaves = [given[place].requires_grad_() for place in asked]
+    ours, theirs = opened(*given, margin), plainly_opened(*given, margin)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    slope = torch.randn_like(theirs)
+    for a, b in zip(
+        torch.autograd.grad(ours, leaves, slope), torch.autograd.grad(theirs, leaves, slope)
+    ):
+        torch.testing.assert_close(a, b, atol=2e-3, rtol=1e-3)
+
+
+@needs_triton
+@pytest.mark.parametrize("places", [(0, None, None, None), (0, 0, 0, 0), (0, 0, None, None)])
+def test_a_first_block_maps_over_records_and_over_parameters(
+    places: tuple[int | None, ...],
+) -> None:
+    x, *shared = first_block(3, 1, 8, 16)
+    parameters = [
+        value if place is None else value * torch.rand(3, *[1] * value.dim(), device=DEVICE)
+        for value, place in zip(shared, places[1:])
+    ]
+
+    def loss(how: object, x: Tensor, *parameters: Tensor) -> Tensor:
+        return how(x[None], *parameters).square().sum()  # type: ignore[operator, no-any-return]
+
+    for asked in ((0, 1, 2, 3), (0,), (1, 2, 3)):
+        ours, theirs = (
+            vmap(grad(lambda *given, how=how: loss(how, *given), asked), places)(x, *parameters)
+            for how in (opened, plainly_opened)
+        )
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b, atol=2e-3, rtol=1e-3)
+
+
+@needs_triton
+def test_gradients_by_mapped_parameters_come_row_by_row() -> None:
+    """With the gradient taken outside of the map, of both kinds of block."""
+    x, *shared = first_block(3, 1, 8, 16)
+    rows = [(value * torch.ones(3, *[1] * value.dim(), device=DEVICE)) for value in shared]
+    maps = torch.randn(3, 16, 8, 8, device=DEVICE)
+    for blocks, first, leaves in (
+        ((opened, plainly_opened), x, rows),
+        ((fused.norm_relu_halve, plain), maps, rows[1:]),
+    ):
+        leaves = [value.detach().requires_grad_() for value in leaves]
+        ours, theirs = (
+            torch.autograd.grad(
+                vmap(lambda x, *p, how=how: how(x[None], *p))(first, *leaves).square().sum(), leaves
+            )
+            for how in blocks
+        )
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b, atol=2e-3, rtol=1e-3)
+
+
+@needs_triton
+def test_there_is_no_second_derivative() -> None:
+    x, *shared = first_block(2, 1, 8, 16)
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(opened(x, *shared).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(slope.sum(), x)
 
 
 @needs_gpu

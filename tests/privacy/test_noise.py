@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from understudy.privacy.noise import GRID_BITS, Secret, grid, grid_noise
+from understudy.privacy.noise import chance, GRID_BITS, Secret, grid, grid_noise
 
 CPU = torch.device("cpu")
 
@@ -30,6 +30,17 @@ def test_uniforms_are_uniform_and_below_one() -> None:
     assert draws.min() >= 0
     assert draws.max() < 1
     assert stats.kstest(draws, "uniform").pvalue > 1e-6
+
+
+def test_tosses_come_up_where_the_same_uniform_number_lies_below_the_rate() -> None:
+    rates = np.random.default_rng(0).uniform(size=10_000)
+    rates[:3] = 0.0, 1.0, 2.0**-53
+    secret = Secret.for_testing(0)
+    tossed = secret.stream("test").tosses(chance(rates.tolist()))
+    assert np.array_equal(tossed, secret.stream("test").uniform(len(rates)) < rates)
+    sure = secret.stream("test").tosses(chance([1.0] * 1000))
+    never = secret.stream("test").tosses(chance([0.0] * 1000))
+    assert sure.all() and not never.any()
 
 
 def test_coins_are_uniform_below_one_and_the_same_however_they_are_grouped() -> None:

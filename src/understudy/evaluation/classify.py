@@ -429,25 +429,25 @@ def _train(
     # One stream for the order and the augmentation of each seed, apart from its weights' stream.
     streams = [torch.Generator().manual_seed(seed) for seed in seeds]
     n = images.shape[0]
+    counts = [min(protocol.batch, n - start) for start in range(0, n, protocol.batch)]
     steps: dict[int, _Step] = {}  # by the size of a batch: the last one of an epoch is smaller
 
     for epoch in range(protocol.epochs):
         if epoch == protocol.lr_drop:
             state.velocities.zero_()
         state.rate.fill_(protocol.rate(epoch))
-        orders = [torch.randperm(n, generator=stream) for stream in streams]
-        for start in range(0, n, protocol.batch):
-            picked = torch.stack([order[start : start + protocol.batch] for order in orders])
-            count, draws = picked.shape[1], None
-            if augmentation.families:
-                each = [
-                    augmentation.draw(stream, count, size, one_family=protocol.one_family)
-                    for stream in streams
-                ]
-                draws = AugmentParams(*map(torch.stack, zip(*each, strict=True)))
+        orders = torch.stack([torch.randperm(n, generator=stream) for stream in streams])
+        parts = [torch.split(moved(orders, images.device), counts, dim=1)]
+        if augmentation.families:
+            draws = augmentation.draw_batches(
+                streams, counts, size, one_family=protocol.one_family
+            ).packed()
+            parts.append(torch.split(moved(draws, images.device), counts, dim=1))
+        for batch in zip(*parts, strict=True):
+            count = batch[0].shape[1]
             if count not in steps:
-                steps[count] = _Step(state, images, labels, protocol, picked, draws)
-            steps[count](picked, draws)
+                steps[count] = _Step(state, images, labels, protocol, batch)
+            steps[count](batch)
         tick(len(nets), f"epoch {epoch + 1} of {protocol.epochs}")
     return flats
 
@@ -504,31 +504,30 @@ class _Step:
         images: Tensor,
         labels: Tensor,
         protocol: Protocol,
-        picked: Tensor,
-        draws: AugmentParams | None,
+        batch: Sequence[Tensor],
     ) -> None:
-        device = images.device
-        self._picked = picked.to(device)
-        self._draws = None if draws is None else draws.to(device)
+        self._batch = [part.clone() for part in batch]
+        picked, *packed = self._batch
         gradients = torch.zeros_like(stack.flats)
 
         def one(which: int) -> None:
-            x, y = images[self._picked[which]], labels[self._picked[which]]
-            if self._draws is not None:
-                x = augment(x, AugmentParams(*(part[which] for part in self._draws)))
+            x, y = images[picked[which]], labels[picked[which]]
+            for draws in packed:
+                x = augment(x, AugmentParams.unpacked(draws[which]))
             gradients[which] = stack.gradient(which, x, y)
 
         def step() -> None:
-            abreast([functools.partial(one, which) for which in range(len(gradients))], device)
+            works = [functools.partial(one, which) for which in range(len(gradients))]
+            abreast(works, images.device)
             stack.descend(gradients.div_(picked.shape[1]), protocol)
 
         changed = (stack.flats, stack.velocities)
-        self._go = captured(step, device, changed) if _stackable(stack.net) else step
+        self._go = captured(step, images.device, changed) if _stackable(stack.net) else step
 
-    def __call__(self, picked: Tensor, draws: AugmentParams | None) -> None:
-        """Take the step on these records, with these draws."""
-        for mine, given in zip((self._picked, *(self._draws or ())), (picked, *(draws or ()))):
-            mine.copy_(moved(given, mine.device))
+    def __call__(self, batch: Sequence[Tensor]) -> None:
+        """Take the step on these records of each network, with these draws."""
+        for mine, given in zip(self._batch, batch, strict=True):
+            mine.copy_(given)
         self._go()
 
 

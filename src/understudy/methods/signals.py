@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from understudy.engine import moved
 from understudy.errors import BadConfiguration
 from understudy.nets.classifiers import MLP
 from understudy.nets.convnet import ConvNet
-from understudy.nets.draw import draw_parameters, public_seed
+from understudy.nets.draw import Drawing, public_seed
 from understudy.ops.augment import Augmentation, AugmentParams
 from understudy.ops.augment import apply as augment
 from understudy.ops.gradients import gradient_of_one, matched
@@ -35,15 +36,16 @@ Kind = Literal["convnet", "linear", "pixels", "gradients"]
 
 CPU = torch.device("cpu")
 LINEAR_FEATURES = 64  # DPDC's extractor for Adult is 14 x 64
-_WEIGHTS = "weights."
+_WEIGHTS, _DRAWS = "weights", "draws"
+
+DRAWS_AT_ONCE = 64
+"""Signals whose augmentation is drawn together."""
 
 
 class Extract(Protocol):
     """Extract one vector from each record, with these weights. Only gradients look at labels."""
 
-    def __call__(
-        self, parameters: Mapping[str, Tensor], records: Tensor, labels: Tensor | None
-    ) -> Tensor:
+    def __call__(self, weights: Tensor, records: Tensor, labels: Tensor | None) -> Tensor:
         """Return (n, features)."""
 
 
@@ -66,17 +68,26 @@ class _Embedding(ConvNet):
 
 @dataclass(frozen=True)
 class Signal:
-    """Look at records in one public way: augment by class, extract features, project."""
+    """Look at records in one public way: augment by class, extract features, project.
+
+    All that differs between signals of one extractor are a row of weights, a row of augmentation
+    draws for each class, and the subspace.
+    """
 
     extract: Extract
-    parameters: Mapping[str, Tensor]
-    draws: AugmentParams | None  # one a class
+    weights: Tensor  # (weights,)
+    packed: Tensor | None  # (classes, 14): draws
     subspace: Subspace | None
     device: torch.device
 
+    @property
+    def draws(self) -> AugmentParams | None:
+        """Return the draws of the classes."""
+        return None if self.packed is None else AugmentParams.unpacked(self.packed)
+
     def embed(self, records: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return Phi(x) for records as they are: before augmentation and projection."""
-        return self.extract(self.parameters, records, labels)
+        return self.extract(self.weights, records, labels)
 
     def features(
         self, records: Tensor, draws: AugmentParams | None, labels: Tensor | None = None
@@ -89,32 +100,22 @@ class Signal:
 
     def draws_of(self, labels: Tensor) -> AugmentParams | None:
         """Return each record's draw: that of its class."""
-        if self.draws is None:
-            return None
-        return AugmentParams(*(part[labels] for part in self.draws))
+        return None if self.packed is None else AugmentParams.unpacked(self.packed[labels])
 
     def state(self) -> dict[str, Tensor]:
         """Return all that differs between signals of one extractor, by name."""
-        state = {f"{_WEIGHTS}{name}": value for name, value in self.parameters.items()}
-        for part in (self.draws, self.subspace):
-            if part is not None:
-                state |= part._asdict()
-        return state
+        state = {_WEIGHTS: self.weights}
+        if self.packed is not None:
+            state[_DRAWS] = self.packed
+        return state if self.subspace is None else state | self.subspace._asdict()
 
     @classmethod
     def of(cls, extract: Extract, state: Mapping[str, Tensor], device: torch.device) -> Signal:
         """Return the signal that has this state."""
-        weights = {
-            name.removeprefix(_WEIGHTS): value
-            for name, value in state.items()
-            if name.startswith(_WEIGHTS)
-        }
-        draws = subspace = None
-        if state.keys() >= set(AugmentParams._fields):
-            draws = AugmentParams(*(state[name] for name in AugmentParams._fields))
+        subspace = None
         if state.keys() >= set(Subspace._fields):
             subspace = Subspace(*(state[name] for name in Subspace._fields))
-        return cls(extract, weights, draws, subspace, device)
+        return cls(extract, state[_WEIGHTS], state.get(_DRAWS), subspace, device)
 
     def own_copy(self) -> Signal:
         """Return the same signal in memory of its own, for another one to be copied into."""
@@ -216,21 +217,39 @@ class Extractor:
 
     def signal(self, i: int) -> Signal:
         """Rebuild signal i on the device: the same in every process."""
-        draws = None
-        if self.public.is_image and Augmentation(self.augmentation).families:
-            _, height, width = self.public.shape
-            draws = Augmentation(self.augmentation).draw(
-                public_seed(self.seed, "augmentation", i),
-                len(self.public.classes),
-                (height, width),
-            )
-            draws = draws.to(self.device)
-        parameters: dict[str, Tensor] = {}
+        weights = torch.zeros(0, device=self.device)
         if self.kind != "pixels":
-            seed = public_seed(self.seed, "network", i)
-            parameters = draw_parameters(self._net, seed, device=self.device)
-        signal = Signal(self._extract, parameters, draws, None, self.device)
+            weights = self._drawing.rows([public_seed(self.seed, "network", i)])[0]
+        block, place = divmod(i, DRAWS_AT_ONCE)
+        draws = self._draws(block)
+        packed = None if draws is None else draws[place]
+        signal = Signal(self._extract, weights, packed, None, self.device)
         return dataclasses.replace(signal, subspace=self._subspace(i, signal))
+
+    @functools.cached_property
+    def _drawing(self) -> Drawing:
+        return Drawing(self._net, self.device, recorded=True)
+
+    @functools.cached_property
+    def _draws(self) -> Callable[[int], Tensor | None]:
+        """Return what makes a block of signals' draws: (signals, classes, 14)."""
+        augmentation = Augmentation(self.augmentation)
+        if not self.public.is_image or not augmentation.families:
+            return lambda block: None
+        _, height, width = self.public.shape
+
+        @functools.lru_cache(maxsize=1024)
+        def drawn(block: int) -> Tensor:
+            signals = range(block * DRAWS_AT_ONCE, (block + 1) * DRAWS_AT_ONCE)
+            generators = [
+                torch.Generator().manual_seed(public_seed(self.seed, "augmentation", i))
+                for i in signals
+            ]
+            classes = len(self.public.classes)
+            draws = augmentation.draw_batches(generators, [classes], (height, width))
+            return moved(draws.packed(), self.device)
+
+        return drawn
 
     def state(self, i: int) -> dict[str, Tensor]:
         """Return what signal i looks at records with: what :meth:`contribution` is given."""
@@ -252,8 +271,8 @@ class Extractor:
         if self.kind == "pixels":
             return _scaled
         if self.kind == "gradients":
-            return functools.partial(_gradients, self._net)
-        return functools.partial(_features, self._net)
+            return functools.partial(_gradients, self._net, self._drawing)
+        return functools.partial(_features, self._net, self._drawing)
 
     @torch.no_grad()
     def _subspace(self, i: int, signal: Signal) -> Subspace | None:
@@ -269,23 +288,24 @@ class Extractor:
         return principal(features, self.subspace, generator)
 
 
-def _scaled(parameters: Mapping[str, Tensor], records: Tensor, labels: Tensor | None) -> Tensor:
+def _scaled(weights: Tensor, records: Tensor, labels: Tensor | None) -> Tensor:
     """Flatten records and bring them from [-1, 1] to [0, 1]."""
     return (records.flatten(1) + 1) / 2
 
 
 def _features(
-    net: nn.Module, parameters: Mapping[str, Tensor], records: Tensor, labels: Tensor | None
+    net: nn.Module, drawing: Drawing, weights: Tensor, records: Tensor, labels: Tensor | None
 ) -> Tensor:
     """Return what a network makes of records."""
-    features: Tensor = functional_call(net, dict(parameters), (records,), tie_weights=False)
+    features: Tensor = functional_call(net, drawing.split(weights), (records,), tie_weights=False)
     return features
 
 
 def _gradients(
-    net: nn.Module, parameters: Mapping[str, Tensor], records: Tensor, labels: Tensor | None
+    net: nn.Module, drawing: Drawing, weights: Tensor, records: Tensor, labels: Tensor | None
 ) -> Tensor:
     """Return the gradients of records' losses, by the matched weights."""
     if labels is None:
         raise BadConfiguration("The gradient of a loss needs the record's label.")
+    parameters = drawing.split(weights)
     return vmap(gradient_of_one(net, parameters, matched(parameters)))(records, labels)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from understudy.errors import BadConfiguration
 from understudy.nets.draw import materialise
-from understudy.ops import fused
+from understudy.ops import fused, opening
 
 __all__ = ["ConvNet", "default_depth", "halve", "instance_norm", "random_convnet"]
 
@@ -142,11 +142,17 @@ class ConvNet(nn.Module):
 
         The biases of the convolutions are left out: the norm takes each map's constant away.
         """
-        x = x.to(self.precision)
         for block, (convolution, norm) in enumerate(self._blocks()):
-            weight = convolution.weight.to(self.precision)
+            margin = int(convolution.padding[0])
+            if block == 0 < self.pools and opening.available(x, convolution.weight, margin):
+                affine = norm.weight, norm.bias
+                x = opening.convolve_norm_relu_halve(
+                    x, convolution.weight, *affine, margin, self.precision
+                )
+                continue
+            x, weight = x.to(self.precision), convolution.weight.to(self.precision)
             if block == 0:
-                x = _as_product(x, weight, int(convolution.padding[0]))
+                x = _as_product(x, weight, margin)
             else:
                 weight = weight.contiguous(memory_format=torch.channels_last)
                 x = F.conv2d(x, weight, padding=1)

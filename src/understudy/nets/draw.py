@@ -10,15 +10,18 @@ This is PUBLIC randomness. It is not, and need not be, cryptographic. Noise come
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["draw_parameters", "materialise", "public_seed", "uniforms"]
+from understudy.engine import captured
+
+__all__ = ["Drawing", "draw_parameters", "materialise", "public_seed", "uniforms"]
 
 # SplitMix64's increment and multipliers.
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -51,18 +54,31 @@ def uniforms(
     seeds: Sequence[int], count: int, *, device: torch.device | str | None = None
 ) -> Tensor:
     """Return float32 uniforms on [-1, 1), one row of `count` numbers per seed."""
+    words = _steps(count, device) + _starts(seeds, device)[:, None]
+    # The top 24 bits of a signed word, scaled: exact in float32, so no rounding can differ.
+    return (_mixed(words) >> 40).to(torch.float32).mul_(_UNIT)
+
+
+_UNIT = 2.0**-23
+
+
+def _starts(seeds: Sequence[int], device: torch.device | str | None) -> Tensor:
+    """Return the word each sequence starts at."""
     starts = [_signed(_scramble(seed)) for seed in seeds]
     if len(starts) == 1:  # a number is handed over with the operation, a tensor is waited for
-        first = torch.full((1,), starts[0], dtype=torch.int64, device=device)
-    else:
-        first = torch.tensor(starts, dtype=torch.int64, device=device)
-    words = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(_GAMMA)
-    words = words + first[:, None]
-    # torch shifts arithmetically; the masks make the shifts logical.
+        return torch.full((1,), starts[0], dtype=torch.int64, device=device)
+    return torch.tensor(starts, dtype=torch.int64, device=device)
+
+
+def _steps(count: int, device: torch.device | str | None) -> Tensor:
+    """Return how far from its start each word of a sequence lies."""
+    return torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(_GAMMA)
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """Scramble words in place. torch shifts arithmetically; the masks make the shifts logical."""
     words.bitwise_xor_((words >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(_FIRST))
-    words.bitwise_xor_((words >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(_SECOND))
-    # The top 24 bits of a signed word, scaled: exact in float32, so no rounding can differ.
-    return (words >> 40).to(torch.float32).mul_(2.0**-23)
+    return words.bitwise_xor_((words >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(_SECOND))
 
 
 def _bounds(module: nn.Module) -> Iterator[tuple[str, Tensor, float | None]]:
@@ -85,29 +101,83 @@ def _bounds(module: nn.Module) -> Iterator[tuple[str, Tensor, float | None]]:
             yield f"{prefix}.{name}" if prefix else name, parameter, bound
 
 
+class Drawing:
+    """Draw sets of parameters for one kind of module, each as one row of numbers.
+
+    `module` is only read for its shapes and may live on the meta device. With `recorded`, drawing
+    a single row on a GPU is recorded once and replayed: worth it for many draws.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device | str | None = None, *, recorded: bool = False
+    ) -> None:
+        layout = list(_bounds(module))
+        drawn = [(name, p, bound) for name, p, bound in layout if bound is not None]
+        given = [(name, p) for name, p, bound in layout if bound is None]
+        self._named = [(name, p.shape) for name, p, _ in drawn] + [(n, p.shape) for n, p in given]
+        self._order = [name for name, _, _ in layout]
+        self._steps = _steps(sum(p.numel() for _, p, _ in drawn), device)
+        bounds = [torch.full((p.numel(),), bound) for _, p, bound in drawn]
+        self._scale = torch.cat([*bounds, torch.zeros(0)]).mul_(_UNIT).to(device)
+        constants = [torch.full((p.numel(),), float(n.endswith("weight"))) for n, p in given]
+        self._constants = torch.cat([*constants, torch.zeros(0)]).to(device)
+        self._recorded = recorded
+        self._device = self._scale.device
+
+    @property
+    def count(self) -> int:
+        """Count the numbers of a row."""
+        return len(self._scale) + len(self._constants)
+
+    def rows(self, seeds: Sequence[int]) -> Tensor:
+        """Return one row for each seed."""
+        if self._recorded and len(seeds) == 1 and self._device.type == "cuda":
+            return self._replayed(_signed(_scramble(seeds[0])))
+        return self._of(_starts(seeds, self._device))
+
+    def split(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return the parameters in a row, or in rows, as `torch.func.functional_call` takes them."""
+        pieces = torch.split(rows, [shape.numel() for _, shape in self._named], dim=-1)
+        views = {
+            name: piece.view(*rows.shape[:-1], *shape)
+            for (name, shape), piece in zip(self._named, pieces)
+        }
+        return {name: views[name] for name in self._order}
+
+    def _of(self, starts: Tensor) -> Tensor:
+        words = _mixed(self._steps + starts[:, None])
+        drawn = (words >> 40).to(torch.float32).mul_(self._scale)
+        return torch.cat([drawn, self._constants.expand(len(starts), -1)], dim=1)
+
+    def _replayed(self, start: int) -> Tensor:
+        first, row, go = self._recording
+        first.fill_(start)
+        go()
+        return row.clone()
+
+    @functools.cached_property
+    def _recording(self) -> tuple[Tensor, Tensor, Callable[[], None]]:
+        first = torch.zeros(1, dtype=torch.int64, device=self._device)
+        row = torch.zeros(1, self.count, device=self._device)
+
+        def draw() -> None:
+            row.copy_(self._of(first))
+
+        return first, row, captured(draw, self._device)
+
+
 def draw_parameters(
     module: nn.Module, seeds: int | Sequence[int], *, device: torch.device | str | None = None
 ) -> dict[str, Tensor]:
     """Return fresh parameters for `module`, as `torch.func.functional_call` takes them.
 
     One seed gives one set. A sequence of seeds gives stacked parameters with a leading dimension,
-    for `torch.func.vmap`; row i equals what seeds[i] gives alone. `module` itself is only read for
-    its shapes and may live on the meta device.
+    for `torch.func.vmap`; row i equals what seeds[i] gives alone.
     """
-    rows = [seeds] if isinstance(seeds, int) else list(seeds)
-    stack = () if isinstance(seeds, int) else (len(rows),)
-    layout = list(_bounds(module))
-    sizes = [parameter.numel() for _, parameter, bound in layout if bound is not None]
-    pieces = iter(torch.split(uniforms(rows, sum(sizes), device=device), sizes, dim=1))
-    drawn: dict[str, Tensor] = {}
-    for name, parameter, bound in layout:
-        shape = (*stack, *parameter.shape)
-        if bound is not None:
-            drawn[name] = (next(pieces) * bound).view(shape)
-        else:
-            value = 1.0 if name.endswith("weight") else 0.0
-            drawn[name] = torch.full(shape, value, device=device)
-    return drawn
+    drawing = Drawing(module, device)
+    if isinstance(seeds, int):
+        return drawing.split(drawing.rows([seeds])[0])
+    return drawing.split(drawing.rows(seeds))
 
 
 def materialise(module: M, seed: int, device: torch.device | str | None) -> M:

@@ -12,6 +12,7 @@ whatever the device; no global generator is touched.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,11 +41,13 @@ _FLIP = 0.5  # probability
 _SCALE = 1.2  # each axis by a factor uniform on [1/1.2, 1.2]
 _ROTATE = math.radians(15)  # uniform on +-15 degrees
 
+_NUMBERS = 10  # uniform numbers that one draw takes
+
 
 class AugmentParams(NamedTuple):
     """Hold n draws. Under `vmap(in_dims=0)` each call sees one draw, without the leading n."""
 
-    family: Tensor  # (n,) index into FAMILIES
+    family: Tensor  # (n,) index into FAMILIES; a whole number of any type
     color: Tensor  # (n, 3) brightness, saturation, contrast; neutral 0, 1, 1
     affine: Tensor  # (n, 2, 3) from output to input, coordinates in [-1, 1]; neutral [I | 0]
     hole: Tensor  # (n, 4) top, bottom, left, right in pixels, ends excluded; neutral 0, 0, 0, 0
@@ -52,6 +55,17 @@ class AugmentParams(NamedTuple):
     def to(self, device: torch.device | str) -> AugmentParams:
         """Return the same draws on another device."""
         return AugmentParams(*(part.to(device, non_blocking=True) for part in self))
+
+    def packed(self) -> Tensor:
+        """Return the draws side by side in one tensor, (n, 14)."""
+        parts = self.family[..., None], self.color, self.affine.flatten(-2), self.hole
+        return torch.cat([part.float() for part in parts], dim=-1)
+
+    @classmethod
+    def unpacked(cls, packed: Tensor) -> AugmentParams:
+        """Return the draws that are packed, as views of it; the family as a float."""
+        family, color, affine, hole = torch.split(packed, [1, 3, 6, 4], dim=-1)
+        return cls(family.squeeze(-1), color, affine.reshape(*affine.shape[:-1], 2, 3), hole)
 
 
 @dataclass(frozen=True)
@@ -91,23 +105,52 @@ class Augmentation:
         draws the same family with parameters of their own: what the papers' code does to a batch
         when it trains a classifier. A generator must live on the CPU; it is advanced.
         """
-        if isinstance(seed, torch.Generator):
-            generator = seed
-        else:
-            generator = torch.Generator().manual_seed(seed)
+        if not isinstance(seed, torch.Generator):
+            seed = torch.Generator().manual_seed(seed)
+        made = self.draw_batches([seed], [n], size, one_family=one_family)
+        return AugmentParams(*(part[0] for part in made))
+
+    def draw_batches(
+        self,
+        generators: Sequence[torch.Generator],
+        counts: Sequence[int],
+        size: tuple[int, int],
+        *,
+        one_family: bool = False,
+    ) -> AugmentParams:
+        """Draw batches of these sizes with each generator, in one go: (generators, draws, ...).
+
+        What :meth:`draw` gives batch by batch; `one_family` is one a batch.
+        """
         height, width = size
         if min(height, width) < 2:
             raise BadConfiguration(
                 f"Augmentation needs pictures of at least 2x2 pixels, not {size}."
             )
+        rows = [
+            torch.rand(_NUMBERS, count, generator=generator, dtype=torch.float64).numpy()
+            for generator in generators
+            for count in counts
+        ]
+        alike = list(counts) * len(generators) if one_family else None
+        made = self._made(np.concatenate(rows, axis=1), size, alike)
+        shared = len(generators), sum(counts)
+        return AugmentParams(*(part.reshape(*shared, *part.shape[1:]) for part in made))
+
+    def _made(
+        self, numbers: Numbers, size: tuple[int, int], alike: Sequence[int] | None
+    ) -> AugmentParams:
+        """Make draws of uniform numbers, a column each; so many in a row have the same family."""
+        height, width = size
         # Always the same numbers for a draw, whichever family uses them. They are few, and NumPy
         # starts an operation several times sooner than torch.
-        choice, *u = torch.rand(10, n, generator=generator, dtype=torch.float64).numpy()
+        choice, *u = numbers
+        n = len(choice)
 
         offered = np.array([FAMILIES.index(name) for name in self.families or ("none",)])
         family = offered[(choice * len(offered)).astype(np.int64)]
-        if one_family:
-            family[:] = family[:1]
+        if alike is not None:
+            family = np.repeat(family[np.cumsum([0, *alike[:-1]])], alike)
 
         def is_drawn(name: str) -> npt.NDArray[np.bool_]:
             drawn: npt.NDArray[np.bool_] = family == FAMILIES.index(name)
@@ -160,7 +203,7 @@ def _families_in(params: AugmentParams) -> frozenset[str]:
     if params.family.is_cuda:  # reading would wait until the device has caught up
         return frozenset(FAMILIES)
     try:
-        return frozenset(FAMILIES[index] for index in set(params.family.reshape(-1).tolist()))
+        return frozenset(FAMILIES[int(index)] for index in set(params.family.reshape(-1).tolist()))
     except RuntimeError:
         return frozenset(FAMILIES)
 

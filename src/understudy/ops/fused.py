@@ -25,7 +25,17 @@ try:
 except ImportError:  # CPU builds of PyTorch come without
     triton = None
 
-__all__ = ["available", "norm_relu_halve"]
+__all__ = [
+    "EPSILON",
+    "LARGEST_MAP",
+    "added",
+    "available",
+    "channels_last",
+    "folded",
+    "norm_relu_halve",
+    "parted",
+    "triton",
+]
 
 EPSILON = 1e-5
 """What PyTorch's norms add to a variance."""
@@ -59,7 +69,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward(_last(x), weight, bias)
+        return _forward(channels_last(x), weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
@@ -68,28 +78,31 @@ class _Forward(torch.autograd.Function):
         ctx.save_for_backward(*inputs, mean, scale)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, slope: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, scale = ctx.saved_tensors
-        for_x, weights, biases = _Backward.apply(slope, x, weight, bias, mean, scale)
-        return for_x, weights.sum(0).to(weight.dtype), biases.sum(0).to(bias.dtype)
+        for_x, affines = _Backward.apply(slope, x, weight, bias, mean, scale)
+        if not any(ctx.needs_input_grad[1:]):
+            return for_x, None, None
+        weights, biases = added(affines, weight, 1).unbind(-2)
+        return for_x, weights.to(weight.dtype), biases.to(bias.dtype)
 
     @staticmethod
     def vmap(
         info: Any, where: tuple[int | None, ...], x: Tensor, weight: Tensor, bias: Tensor
     ) -> Any:
-        x, weight, bias = _mapped(info.batch_size, where, (x,), (weight, bias))
+        x, weight, bias = folded(info.batch_size, where, (x,), (weight, bias), (1, 1))
         results = _Forward.apply(x, weight, bias)
-        return tuple(_parted(result, info.batch_size) for result in results), (0, 0, 0)
+        return tuple(parted(result, info.batch_size) for result in results), (0, 0, 0)
 
 
 class _Backward(torch.autograd.Function):
-    """Return the gradient by the map, and by weight and bias for each map of the batch."""
+    """Return the gradient by the map, and by weight and bias for each picture of the batch."""
 
     @staticmethod
     def forward(
         slope: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(_last(slope), _last(x), weight, bias, mean, scale)
+    ) -> tuple[Tensor, Tensor]:
+        return _backward(channels_last(slope), channels_last(x), weight, bias, mean, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -105,34 +118,51 @@ class _Backward(torch.autograd.Function):
     def vmap(info: Any, where: tuple[int | None, ...], *given: Tensor) -> Any:
         slope, x, weight, bias, mean, scale = given
         at = (where[0], where[1], where[4], where[5], where[2], where[3])
-        slope, x, mean, scale, weight, bias = _mapped(
-            info.batch_size, at, (slope, x, mean, scale), (weight, bias)
+        slope, x, mean, scale, weight, bias = folded(
+            info.batch_size, at, (slope, x, mean, scale), (weight, bias), (1, 1)
         )
         results = _Backward.apply(slope, x, weight, bias, mean, scale)
-        return tuple(_parted(result, info.batch_size) for result in results), (0, 0, 0)
+        return tuple(parted(result, info.batch_size) for result in results), (0, 0)
 
 
-def _mapped(
+def folded(
     size: int,
     where: tuple[int | None, ...],
     maps: tuple[Tensor, ...],
     shared: tuple[Tensor, ...],
+    own: tuple[int, ...],
 ) -> tuple[Tensor, ...]:
-    """Fold the mapped dimension into the batch. Parameters become one row each, or a row a part."""
-    folded = []
+    """Fold the mapped dimension into the batch. Parameters become one row each, or a row a part.
+
+    ``own`` counts the dimensions of each parameter itself. Where some are mapped, all become rows.
+    """
+    results = []
     for value, place in zip(maps, where):
         each = value.movedim(place, 0) if place is not None else value.expand(size, *value.shape)
-        folded.append(each.flatten(0, 1))
-    for value, place in zip(shared, where[len(maps) :]):
-        folded.append(value if place is None else value.movedim(place, 0).flatten(0, -2))
-    return tuple(folded)
+        results.append(each.flatten(0, 1))
+    places = where[len(maps) :]
+    dims = [v.dim() - (place is not None) for v, place in zip(shared, places)]
+    rows = any(place is not None for place in places) or dims != list(own)
+    for value, place, count in zip(shared, places, own):
+        if rows:
+            each = value.expand(size, *value.shape) if place is None else value.movedim(place, 0)
+            value = each.reshape(-1, *each.shape[each.dim() - count :])
+        results.append(value)
+    return tuple(results)
 
 
-def _parted(value: Tensor, size: int) -> Tensor:
+def added(each: Tensor, parameter: Tensor, own: int) -> Tensor:
+    """Add up gradients that came for each picture: for all, or for each row of parameters."""
+    if parameter.dim() == own:
+        return each.sum(0)
+    return each.unflatten(0, (len(parameter), -1)).sum(1)
+
+
+def parted(value: Tensor, size: int) -> Tensor:
     return value.unflatten(0, (size, -1))
 
 
-def _last(x: Tensor) -> Tensor:
+def channels_last(x: Tensor) -> Tensor:
     """Bring the channels to the end of the memory, where one program finds many of them."""
     return x.contiguous(memory_format=torch.channels_last)
 
@@ -181,16 +211,16 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, T
 
 def _backward(
     slope: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     for_x = torch.empty_like(x, memory_format=torch.channels_last)
-    weights, biases = torch.empty_like(mean), torch.empty_like(mean)
+    affines = torch.empty(len(x), 2, x.shape[1], dtype=torch.float32, device=x.device)
     grid, sizes = _layout(x, weight)
     weight, bias = weight.contiguous(), bias.contiguous()
     mean, scale = mean.contiguous(), scale.contiguous()
     _backward_kernel[grid](
-        slope, x, weight, bias, mean, scale, for_x, weights, biases, **sizes, num_warps=8
+        slope, x, weight, bias, mean, scale, for_x, affines, **sizes, num_warps=8
     )
-    return for_x, weights, biases
+    return for_x, affines
 
 
 if triton is not None:
@@ -240,7 +270,7 @@ if triton is not None:
 
     @triton.jit
     def _backward_kernel(
-        slope, x, weight, bias, mean, scale, for_x, weights, biases,
+        slope, x, weight, bias, mean, scale, for_x, affines,
         maps_a_row,
         CHANNELS: tl.constexpr, HALF_WIDTH: tl.constexpr, HALVES: tl.constexpr,
         QUARTER: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -268,5 +298,5 @@ if triton is not None:
         along = (for_weight / (4 * HALVES))[None, None, :]
         result = (by_unit - share - unit * along) * (factor * w)[None, None, :]
         tl.store(for_x + first + whole, result.to(for_x.dtype.element_ty), mask=here)
-        tl.store(weights + n * CHANNELS + channel, for_weight, mask=real)
-        tl.store(biases + n * CHANNELS + channel, for_bias, mask=real)
+        tl.store(affines + n * 2 * CHANNELS + channel, for_weight, mask=real)
+        tl.store(affines + n * 2 * CHANNELS + CHANNELS + channel, for_bias, mask=real)

@@ -39,7 +39,7 @@ from understudy.errors import BadConfiguration, DataError, LedgerError, NotPlann
 from understudy.privacy.accounting import Budget
 from understudy.privacy.events import Plan, Query
 from understudy.privacy.ledger import Grant, Ledger
-from understudy.privacy.noise import Secret, grid, grid_noise
+from understudy.privacy.noise import Secret, chance, grid, grid_noise
 from understudy.privacy.public import Public
 from understudy.privacy.release import Release
 from understudy.privacy.statement import Statement
@@ -237,6 +237,7 @@ class Gate:
         self._secret, self._progress = secret, progress
         self._left = {step.query: step.times for step in plan}
         self._sums: dict[Query, _ClippedSum] = {}
+        self._chances: dict[Query, npt.NDArray[np.uint64]] = {}
         self._unseen: dict[int, Tensor] = {}
         self._asked = 0
         self._kept = grant.journal.kept()
@@ -423,9 +424,10 @@ class Gate:
         labels = self._records._labels
         if query.expected_batch is None:
             return np.arange(len(labels))
-        rates = np.array(query.rates(self.public))[labels]
-        coins = self._secret.stream(self.grant.id, turn, "inclusion").uniform(len(labels))
-        return np.flatnonzero(coins < rates)
+        if query not in self._chances:
+            self._chances[query] = chance(query.rates(self.public))[labels]
+        stream = self._secret.stream(self.grant.id, turn, "inclusion")
+        return np.flatnonzero(stream.tosses(self._chances[query]))
 
     @property
     def _declared_size(self) -> int:
@@ -569,7 +571,8 @@ class _ClippedSum:
         width: int,
     ) -> None:
         """Add the chosen records' rows to a total by replaying the recording."""
-        room = min(self._chunk(width), self._expected_most())
+        most = self._expected_most()
+        room = math.ceil(most / math.ceil(most / self._chunk(width)))
         for first in range(0, len(chosen), room):
             images, labels = load(chosen[first : first + room])
             if self._recorded is None or self._recorded[0] != contribution:

@@ -19,6 +19,7 @@ import hashlib
 import hmac
 import math
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +81,11 @@ class Stream:
         uniform: Floats = (self.bits(count) >> np.uint64(11)) * 2.0**-53
         return uniform
 
+    def tosses(self, chances: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """Toss a coin each. Chances are whole numbers of 2^-53, from :func:`chance`."""
+        heads: npt.NDArray[np.bool_] = (self.bits(len(chances)) >> np.uint64(11)) < chances
+        return heads
+
     def coins(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Return float32 numbers in [0, 1), each a multiple of 2^-24, made on the device."""
         count = math.prod(shape)
@@ -100,6 +106,12 @@ class Stream:
     def keyed(self, data: bytes) -> int:
         """Return a 128-bit keyed hash of some bytes."""
         return int.from_bytes(hashlib.blake2b(data, digest_size=16, key=self._key).digest(), "big")
+
+
+def chance(rates: Sequence[float]) -> npt.NDArray[np.uint64]:
+    """Return probabilities as whole numbers of 2^-53: a uniform number lies below as often."""
+    whole: npt.NDArray[np.uint64] = np.ceil(np.array(rates) * 2.0**53).astype(np.uint64)
+    return whole
 
 
 def grid(bound: float, stddev: float, records: int) -> float:
