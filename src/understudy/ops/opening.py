@@ -40,7 +40,7 @@ KERNEL = 3
 MOST_NEIGHBOURS = 64
 """Numbers of a neighbourhood that one program holds for every position: up to seven channels."""
 
-FORWARD, BACKWARD = {"AT_ONCE": 16, "num_warps": 8}, {"AT_ONCE": 16, "num_warps": 8}
+FORWARD, BACKWARD = {"AT_ONCE": 16, "num_warps": 4}, {"AT_ONCE": 16, "num_warps": 8}
 """Channels of the map that are made at a time, and by how many warps of 32 threads."""
 
 
