@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -134,12 +135,18 @@ def captured(
     torch.cuda.current_stream(device).wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     replay: Callable[[], None] = graph.replay
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()  # freeing what belongs to another recording would spoil this one
     try:
-        with torch.cuda.graph(graph, stream=aside):
+        with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
             step()
     except RuntimeError as error:
         warnings.warn(f"A step could not be recorded and runs unrecorded: {error}", stacklevel=2)
         replay = step
+    finally:
+        if collecting:
+            gc.enable()
     for tensor, value in zip(changed, before):
         tensor.copy_(value)
     return replay

@@ -12,8 +12,9 @@ from scipy import stats
 
 from understudy.bench.cells import Bar, Cell, Reference, Suite, repeated
 from understudy.bench.figures import Curve, Pair, curves, pairs
-from understudy.bench.lines import append, read
+from understudy.bench.lines import append, latest, read
 from understudy.bench.render import Entry, entries, render, write
+from understudy.bench.runner import up_to_date
 from understudy.bench.suites import SUITES
 from understudy.privacy.accounting import Accountant
 
@@ -230,6 +231,25 @@ def test_writes_the_page_and_its_figures(tmp_path: Path) -> None:
     assert (tmp_path / "docs" / "figures" / "dpdc-1.svg").stat().st_size > 1000
 
 
+def test_shows_the_last_time_of_each_measurement_beside_the_plain_one() -> None:
+    def timed(ours: float) -> dict[str, Any]:
+        return {
+            "measurement": "a step",
+            "hardware": "a card",
+            "ms": {"ours": ours, "plain": 60.0},
+            "times_as_fast": {"plain": 60.0 / ours},
+            "peak_memory_bytes": {"ours": 2**20, "plain": 2**21},
+            "roofline": {"fraction": 0.25, "bound_by": "traffic"},
+            "torch": "2",
+            "command": "python step.py",
+        }
+
+    text = render({}, [], speed=[timed(4.0), timed(2.0)])
+    assert "| a step | 2 ms | plain: 60 ms | 30.0 | 1 / 2 MiB | 25% of traffic |" in text
+    assert "- torch 2, python step.py" in text
+    assert "4 ms" not in text
+
+
 class TestCommitted:
     root = Path(__file__).parents[2]
     results = root / "benchmarks" / "results" / "bench.jsonl"
@@ -240,6 +260,11 @@ class TestCommitted:
         write(self.results, page)
         committed = (self.root / "docs" / "results.md").read_text()
         assert page.read_text() == committed, "run: understudy bench --render"
+
+    def test_lines_measure_what_their_cells_mean_today(self) -> None:
+        declared = {cell.digest: cell for suite in SUITES.values() for cell in suite.cells}
+        for digest, row in latest(read(self.results)).items():
+            assert row["status"] == "failed" or up_to_date(declared[digest], row), row["declared"]
 
     def test_lines_belong_to_declared_cells_and_hold_together(self) -> None:
         declared = {cell.digest: cell for suite in SUITES.values() for cell in suite.cells}

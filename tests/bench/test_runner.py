@@ -17,9 +17,10 @@ from understudy.bench import runner
 from understudy.bench.cells import RELEASED, Bar, Cell
 from understudy.bench.checks import check
 from understudy.bench.lines import append, latest, read
-from understudy.bench.runner import families, measure
+from understudy.bench.runner import families, measure, up_to_date
 from understudy.engine import Engine
 from understudy.errors import BadConfiguration, DataError
+from understudy.methods import LDPDC
 from understudy.privacy.accounting import Accountant, Budget, epsilon
 from understudy.privacy.events import Event
 from understudy.privacy.public import Adjacency
@@ -58,6 +59,17 @@ class TestResume:
         outcome = measure([QUICK], results, device="cpu", again=True)
         assert (outcome.done, outcome.skipped) == (1, 0)
         assert digests(results) == [QUICK.digest] * 2
+
+    def test_measures_anew_what_a_preset_has_changed(
+        self, results: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        measure([QUICK], results, device="cpu")
+        changed = LDPDC(**{**QUICK.values, "images_per_class": 3, "group_size": 30.0})
+        monkeypatch.setattr(Cell, "configured", lambda cell: changed)
+        assert measure([QUICK], results, device="cpu").done == 1
+        rows = read(results)
+        assert [row["configuration"]["group_size"] for row in rows] == [40.0, 30.0]
+        assert up_to_date(QUICK, rows[1]) and not up_to_date(QUICK, rows[0])
 
     def test_measures_a_cell_of_two_suites_once(self, results: Path) -> None:
         again = dataclasses.replace(QUICK, row="in another table")

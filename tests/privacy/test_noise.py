@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from understudy.privacy.noise import chance, GRID_BITS, Secret, grid, grid_noise
+from understudy.privacy.noise import GRID_BITS, Secret, chance, grid, grid_noise
 
 CPU = torch.device("cpu")
 

@@ -38,7 +38,9 @@ test accuracy. The **bold** figure is ours, the mean over releases of the mean o
 half its 95 % t interval: over releases, or over the networks of a single one; of two releases both
 are given. (2 x 3) means two releases, three networks trained on each. The published figure follows,
 then the gap in points. Delta is 1e-5. Epsilon is recomputed from the recorded events by privacy
-loss distributions; the papers' Renyi figures are higher for the same noise."""
+loss distributions; the papers' Renyi figures are higher for the same noise. Cells may be measured
+several at a time on one device, so the time a cell took is no measure of speed: that is the last
+section's."""
 
 NO_GPU = (
     "No GPU was at hand for any of these figures. What the papers report at full scale (10,000 "
@@ -50,8 +52,11 @@ NO_GPU = (
 def write(results: Path, page: Path) -> None:
     """Render a file of lines to a page and to the figures beside it."""
     drawn: dict[str, str] = {}
-    memory = results.with_name("gate_memory.jsonl")
-    text = render(SUITES, read(results), drawn, _memory(memory))
+    memory = _others(results.with_name("gate_memory.jsonl"))
+    speed = [
+        line for file in sorted(results.parent.glob("speed-*.jsonl")) for line in _others(file)
+    ]
+    text = render(SUITES, read(results), drawn, memory, speed)
     for name, svg in drawn.items():
         write_durably(page.parent / "figures" / name, svg.encode())
     write_durably(page, text.encode())
@@ -62,6 +67,7 @@ def render(
     lines: Sequence[Line],
     drawn: dict[str, str] | None = None,
     memory: Sequence[Line] = (),
+    speed: Sequence[Line] = (),
     reasons: Mapping[tuple[str, str, str], str] = REASONS,
 ) -> str:
     """Return the page; figures are put into ``drawn``, by file name."""
@@ -74,6 +80,8 @@ def render(
     parts.append(_overview(suites, standing))
     for suite in suites.values():
         parts += _section(suite, standing, figures, reasons)
+    if speed:
+        parts += _speed_section(speed)
     if memory:
         parts += _memory_section(memory)
     return "\n\n".join(parts) + "\n"
@@ -395,13 +403,48 @@ def _error_curves(shown: Sequence[Entry]) -> list[Curve]:
     return found
 
 
-# The gate's memory
+# Speed and memory
 
 
-def _memory(file: Path) -> list[Line]:
+def _others(file: Path) -> list[Line]:
+    """Read the lines of a benchmark that is no cell."""
     if not file.exists():
         return []
     return [json.loads(text) for text in file.read_text("utf-8").splitlines() if text.strip()]
+
+
+SPEED = (
+    "Medians of one process on one machine, in which the ways took turns; benchmarks/speed/README.md "
+    "says what each is. *Plain* is the usual code restated: a loop over classes, one operation at a "
+    "time, networks initialised on the CPU. What is worth reading is the ratio within a row. The last "
+    "column is the larger of the two least times, for the arithmetic and for the bytes moved, over "
+    "the time taken; both ceilings were measured in the same run."
+)
+
+
+def _speed_section(lines: Sequence[Line]) -> Iterator[str]:
+    """Show each measurement of the speed suite at its last time on each machine."""
+    yield '<a id="speed"></a>\n\n## Speed\n\n' + _wrapped(SPEED)
+    last = {(line["hardware"], line["measurement"]): line for line in lines}
+    for hardware in dict.fromkeys(hardware for hardware, _ in last):
+        own = [line for (where, _), line in last.items() if where == hardware]
+        rows = [
+            f"| {hardware} | ours | beside it | times as fast | peak memory | of the ceiling |",
+            "| --- | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        for line in own:
+            first, *others = line["ms"]
+            peaks, roofline = line["peak_memory_bytes"], line["roofline"]
+            for other in others:
+                both = " / ".join(f"{peaks[way] / 2**20:,.0f}" for way in (first, other))
+                rows.append(
+                    f"| {line['measurement']} | {line['ms'][first]:.3g} ms | "
+                    f"{other}: {line['ms'][other]:.4g} ms | {line['times_as_fast'][other]:.1f} | "
+                    f"{both} MiB | {roofline['fraction']:.0%} of {roofline['bound_by']} |"
+                )
+        yield "\n".join(rows)
+        told = {f"torch {line['torch']}, {line['command']}": None for line in own}
+        yield "\n".join(f"- {text}" for text in told)
 
 
 def _memory_section(lines: Sequence[Line]) -> Iterator[str]:

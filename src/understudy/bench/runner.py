@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from understudy import run
-from understudy.bench.cells import RELEASED, SKLEARN, Cell
+from understudy.bench.cells import RELEASED, SKLEARN, Cell, plain_values
 from understudy.bench.estimation import subspace_error
 from understudy.bench.lines import Line, append, latest, read
 from understudy.data.datasets import load, load_heldout
@@ -90,7 +90,7 @@ def measure(
     outcome = Outcome()
     wanted: dict[str, Cell] = {}
     for cell in cells:
-        if standing.get(cell.digest, {}).get("status") == "done":
+        if up_to_date(cell, standing.get(cell.digest)):
             outcome.skipped += 1
         else:
             wanted.setdefault(cell.digest, cell)
@@ -110,6 +110,23 @@ def measure(
             told(line)
     outcome.left = len(wanted) - seen
     return outcome
+
+
+def up_to_date(cell: Cell, line: Line | None) -> bool:
+    """Tell whether a line measures what its cell means today: a preset may have changed since.
+
+    Fields that came later count as if they had been there with their defaults. How many images are
+    made of a release is declared in the cell itself.
+    """
+    if line is None or line["status"] != "done":
+        return False
+    if "configuration" not in line:
+        return True
+    method = cell.configured()
+    now = json.loads(json.dumps(plain_values(method.recipe()["configuration"])))
+    free = {"images_per_class"} | (set() if cell.epsilon is None else {"noise_multiplier"})
+    names = line["configuration"].keys() - free
+    return all(now.get(name) == line["configuration"][name] for name in names)
 
 
 def _check_jobs(jobs: int, engine: Engine) -> None:
