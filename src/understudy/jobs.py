@@ -617,10 +617,12 @@ def audit(
 ) -> AuditResult:
     """Attack a method on the test split of a public dataset. Raises AuditFailed above the claim.
 
-    No private data is touched: the auditor plays a holder whose records are the pool.
+    No private data is touched: the auditor plays a holder whose records are the pool. The claim is
+    the one made for the training split: its class sizes set the sampling rates.
     """
-    heldout = load_heldout(pool)
-    records = AuditPool.of(heldout.images, heldout.labels, classes=heldout.classes, name=pool)
+    public = open_data(pool).public
+    heldout = load_heldout(pool, like=public)
+    records = AuditPool.of(heldout.images, heldout.labels, public=public)
     if budget is not None:
         method = method.calibrated(records.public, budget)
         delta = budget.delta

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.auditing.test_audit import CPU, simple
+from tests.auditing.test_audit import CPU, EVERY, simple
 from tests.methods.test_diffusion import SMALL
 from tests.privacy import test_mutants as broken
 from understudy.auditing import AuditFailed, AuditPool, audit
@@ -31,7 +31,6 @@ from understudy.methods import (
     Mechanism,
     WholeSet,
     dpaf,
-    registered,
 )
 from understudy.methods.diffusion import Diffusion
 from understudy.privacy import Adjacency, Gate, Plan, Public, Release, Step
@@ -69,8 +68,6 @@ def small(kind: type[Mechanism], **changes: Any) -> Any:
 
 
 # Sound ones
-
-EVERY = {**registered(), DPSGD.name: DPSGD}
 
 
 @pytest.mark.parametrize("kind", EVERY.values(), ids=EVERY)

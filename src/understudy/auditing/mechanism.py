@@ -12,10 +12,13 @@ Pearson 1933; the attacker of Nasr et al. 2023 with full knowledge).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
+import operator
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,8 +71,15 @@ SKETCHED_RUNS = 6
 REACH_GRID = 0.05
 """A canary's reach is rounded down to this, which can only lower a bound."""
 
+Enough = Callable[[int], bool]
+"""Says, from how many answers were heard, whether that will do."""
+
 
 # Watching
+
+
+class Cut(Exception):
+    """A run has been listened to for long enough."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,8 @@ class ObservedGate(Gate):
     """Answer as the wrapped gate does, and show each answer to ``watch``.
 
     ``known`` is how many of the records, from the first, the attacker knows; ``candidates`` are
-    the images and labels whose contributions it works out for itself.
+    the images and labels whose contributions it works out for itself. ``enough`` is asked, after
+    each answer but the last, with how many there were: the run ends there, by :class:`Cut`.
     """
 
     def __init__(
@@ -114,9 +125,11 @@ class ObservedGate(Gate):
         *,
         known: int,
         candidates: tuple[Tensor, Tensor],
+        enough: Enough = lambda heard: False,
     ) -> None:
         self.__dict__.update(vars(gate))
         self._watch, self._known, self._candidates = watch, known, candidates
+        self._enough, self._heard = enough, 0
         self._asking: Contribution | None = None
         self._chosen: npt.NDArray[np.intp] = np.zeros(0, dtype=np.intp)
 
@@ -152,6 +165,10 @@ class ObservedGate(Gate):
             rows, norms = self._contributions(query, self._asking)
         rates = query.rates(self.public)
         self._watch(Answer(query, rates, noisy, sums, known, rows, norms))
+        self._heard += 1
+        # At once: what a method does before it asks again may take longer than the answer.
+        if any(self._left.values()) and self._enough(self._heard):
+            raise Cut
         return answer
 
     def _unknown_part(self, query: Query, contribution: Contribution) -> Scores:
@@ -194,14 +211,20 @@ class Scene:
         watch: Callable[[Answer], None],
         candidates: tuple[Tensor, Tensor],
         number: int,
-    ) -> Release:
-        """Measure once through the real gate, with secret noise and a ledger of its own."""
-        return self.through(
-            lambda gate: ObservedGate(gate, watch, known=len(self.images), candidates=candidates),
-            method,
-            data,
-            str(number),
-        )
+        enough: Enough = lambda heard: False,
+    ) -> Release | None:
+        """Measure once through the real gate, with secret noise and a ledger of its own.
+
+        None where it was ``enough`` before the method had asked everything.
+        """
+
+        def observed(gate: Gate) -> ObservedGate:
+            known = len(self.images)
+            return ObservedGate(gate, watch, known=known, candidates=candidates, enough=enough)
+
+        with contextlib.suppress(Cut):
+            return self.through(observed, method, data, str(number))
+        return None
 
     def through(
         self,
@@ -243,11 +266,14 @@ class Canary:
         return torch.stack(images), torch.full((len(images),), self.label)
 
 
-def worst_canary(method: Mechanism, scene: Scene, seed: int, number: int = 0) -> Canary:
+def worst_canary(
+    method: Mechanism, scene: Scene, seed: int, number: int = 0, *, seconds: float = math.inf
+) -> Canary:
     """Choose, in one run that is not counted, the record whose contributions are largest.
 
     Candidates: constant, striped and random-sign records and some of the known ones, all of the
-    smallest class, which is sampled most often. Under *replace* a pair far apart.
+    smallest class, which is sampled most often. Under *replace* a pair far apart. The run is cut
+    after ``seconds``, and left out where only shards are asked: they show no record's contribution.
     """
     label = int(np.argmin(scene.public.sizes))
     shape = scene.public.shape
@@ -265,9 +291,10 @@ def worst_canary(method: Mechanism, scene: Scene, seed: int, number: int = 0) ->
             gram[...] += rows @ rows.T
             excess[...] += np.log1p(answer.norms / answer.query.bound)
 
-    nobody = scene.with_records(images[:0], torch.zeros(0))
-    labels = torch.full((len(images),), label)
-    scene.run(method, nobody, watch, (images, labels), number)
+    if any(step.query.unit == "record" for step in method.plan(scene.public)):
+        nobody = scene.with_records(images[:0], torch.zeros(0))
+        labels = torch.full((len(images),), label)
+        scene.run(method, nobody, watch, (images, labels), number, _after(seconds))
     squares = np.diag(gram)
     if scene.public.adjacency is Adjacency.ADD_OR_REMOVE:
         # Among equals, prefer one that would stand out if nothing clipped it.
@@ -276,6 +303,12 @@ def worst_canary(method: Mechanism, scene: Scene, seed: int, number: int = 0) ->
     apart = squares[:, None] + squares[None, :] - 2 * gram
     one, two = np.unravel_index(int(np.argmax(apart)), apart.shape)
     return Canary(images[one], images[two], label)
+
+
+def _after(seconds: float) -> Enough:
+    """Let one answer be heard, and further ones for so long."""
+    until = time.monotonic() + seconds
+    return lambda heard: time.monotonic() > until
 
 
 def log_ratio(answer: Answer, canary: Canary) -> tuple[float, float]:
@@ -326,6 +359,18 @@ class Traffic:
     """For every turn, the least reach any run showed."""
     sketches: list[list[Scores]] = field(default_factory=list)
     most_asked: dict[Query, int] = field(default_factory=dict)
+    planned: Mapping[Query, int] | None = None
+    """How often each query would have been asked, where the runs were cut; None where not."""
+
+    @property
+    def unheard(self) -> str:
+        """Say what bounds on whole runs rest on where the runs were cut."""
+        return "" if self.planned is None else "; answers after the cut are like those before it"
+
+    def times(self, query: Query) -> int:
+        """Return how often a query is asked of a whole run."""
+        heard = self.most_asked.get(query, 0)
+        return heard if self.planned is None else max(heard, self.planned.get(query, 0))
 
     def add(self, answers: Sequence[tuple[Answer, float, float]], *, present: bool) -> None:
         """Take in one run: answers with their log ratios and reaches."""
@@ -353,15 +398,23 @@ class Traffic:
         for query, times in asked.items():
             self.most_asked[query] = max(times, self.most_asked.get(query, 0))
 
-    def events(self, public: Public, factor: float = 1.0) -> tuple[Event, ...]:
-        """Return what was asked as events, with the canary's reach and the noise times a factor."""
+    def events(self, public: Public, *, whole: bool = False) -> tuple[Event, ...]:
+        """Return what was heard as events, with the canary's reach.
+
+        ``whole``: with the rest of runs that were cut, as if the canary reached as far there.
+        """
         times: dict[tuple[Query, float], int] = defaultdict(int)
         for query, reach in self.reaches:
             steps = math.floor(reach / REACH_GRID + 1e-3)
             if steps:
                 times[query, steps * REACH_GRID] += 1
         return tuple(
-            _louder(query.event(public, count), factor / min(reach, 1.0))
+            _louder(
+                query.event(
+                    public, count * self.times(query) // self.most_asked[query] if whole else count
+                ),
+                1 / min(reach, 1.0),
+            )
             for (query, reach), count in times.items()
         )
 
@@ -373,12 +426,17 @@ def listen(
     runs: int,
     *,
     keep_on: Callable[[int], bool] = lambda done: True,
+    seconds: float = math.inf,
 ) -> Traffic:
-    """Run the method ``runs`` times, in turn without and with the canary, and take notes."""
+    """Run the method ``runs`` times, in turn without and with the canary, and take notes.
+
+    The first run is cut after ``seconds``, and all others after as many answers.
+    """
     images, labels = canary.candidates
     without = scene.with_records(images[1:], labels[1:])
     with_it = scene.with_records(images[:1], labels[:1])
     traffic = Traffic()
+    enough = _after(seconds)
     for number in range(runs):
         if not keep_on(number):
             break
@@ -389,8 +447,14 @@ def listen(
             ratio, reach = log_ratio(answer, canary)
             answers.append((answer, ratio, reach))
 
-        scene.run(method, with_it if present else without, watch, canary.candidates, number + 1)
+        data = with_it if present else without
+        told = scene.run(method, data, watch, canary.candidates, number + 1, enough)
         traffic.add(answers, present=present)
+        if number == 0:
+            length = math.inf if told is not None else len(answers)
+            enough = functools.partial(operator.le, length)
+        if told is None:
+            traffic.planned = {step.query: step.times for step in method.plan(scene.public)}
     return traffic
 
 
@@ -469,6 +533,7 @@ def bounds(
             "auroc": auroc(inside, outside),
             "tpr_at_fpr_0.01": tpr_at_fpr(inside, outside, 0.01),
             "runs": float(len(inside) + len(outside)),
+            "answers": float(len(traffic.reaches)),
         },
     )
     events = traffic.events(public)
@@ -476,7 +541,7 @@ def bounds(
         return [plain]
     return [
         plain,
-        _of_runs(inside, outside, events, public, delta, confidence),
+        _of_runs(traffic, public, delta, confidence),
         _of_means(inside, outside, events, delta, confidence),
         _of_answers(traffic, public, delta, confidence),
         _of_scale(traffic, public, delta, confidence),
@@ -484,22 +549,15 @@ def bounds(
     ]
 
 
-def _of_runs(
-    inside: Scores,
-    outside: Scores,
-    events: tuple[Event, ...],
-    public: Public,
-    delta: float,
-    confidence: float,
-) -> Evidence:
+def _of_runs(traffic: Traffic, public: Public, delta: float, confidence: float) -> Evidence:
     # The ratio's own zero is a threshold known beforehand, so no scores are spent on choosing.
-    counts = counts_at(inside, outside, 0.0)
-    factor = noise_factor(counts, events, public, confidence)
+    counts = counts_at(np.array(traffic.inside), np.array(traffic.outside), 0.0)
+    factor = noise_factor(counts, traffic.events(public), public, confidence)
     return Evidence(
         attack="likelihood ratio of a run",
-        epsilon=_at_factor(events, factor, public, delta),
+        epsilon=_at_factor(traffic.events(public, whole=True), factor, public, delta),
         confidence=confidence,
-        rests_on=FAMILY,
+        rests_on=FAMILY + traffic.unheard,
         figures={
             "noise_factor_at_most": factor,
             "tpr": counts.hits / counts.inside,
@@ -527,7 +585,7 @@ def _of_answers(traffic: Traffic, public: Public, delta: float, confidence: floa
     events: list[Event] = []
     smallest = math.inf
     trials = 0
-    for query, asked in traffic.most_asked.items():
+    for query in traffic.most_asked:
         inside = np.array(traffic.answers_inside[query])
         outside = np.array(traffic.answers_outside[query])
         trials += len(inside) + len(outside)
@@ -537,12 +595,12 @@ def _of_answers(traffic: Traffic, public: Public, delta: float, confidence: floa
         factor = noise_factor(counts_at(inside, outside, 0.0), (single,), public, each)
         smallest = min(smallest, factor)
         if math.isfinite(factor):
-            events.append(_louder(query.event(public, asked), factor))
+            events.append(_louder(query.event(public, traffic.times(query)), factor))
     return Evidence(
         attack="likelihood ratio of an answer",
         epsilon=_at_factor(tuple(events), 1.0 if smallest >= NEGLIGIBLE else 0.0, public, delta),
         confidence=confidence,
-        rests_on=f"{FAMILY}, and is drawn anew for every answer",
+        rests_on=f"{FAMILY}, and is drawn anew for every answer{traffic.unheard}",
         figures={"noise_factor_at_most": smallest, "answers": float(trials)},
     )
 
@@ -561,9 +619,10 @@ def _of_scale(traffic: Traffic, public: Public, delta: float, confidence: float)
     used = min(factors) if min(factors) < NEGLIGIBLE else max(factors)
     return Evidence(
         attack="scale of the noise",
-        epsilon=_at_factor(traffic.events(public), used, public, delta),
+        epsilon=_at_factor(traffic.events(public, whole=True), used, public, delta),
         confidence=confidence,
-        rests_on="the noise is Gaussian, the same in every direction, and independent",
+        rests_on="the noise is Gaussian, the same in every direction, and independent"
+        + traffic.unheard,
         figures={
             "noise_factor_at_most": used,
             "numbers": float(sum(traffic.numbers.values())),

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from understudy.auditing.mechanism import Canary, Scene
+from understudy.auditing.mechanism import Canary, Cut, Scene
 from understudy.auditing.statistics import Evidence
 from understudy.engine import Progress, silent
 from understudy.errors import UnderstudyError
@@ -98,10 +98,6 @@ class _Strayed(UnderstudyError):
     """A run asked something else than the one before it."""
 
 
-class _Cut(Exception):
-    """A transcript is long enough."""
-
-
 @dataclass
 class Transcript:
     """Hold what one run asked, what it was told, and what it kept."""
@@ -155,25 +151,25 @@ class ReplayedGate(Gate):
 
     def _answer(self, query: Query, total: Callable[[int], ExactSum]) -> Tensor:
         answer = super()._answer(query, functools.partial(self._sum, query, total))
-        mine = self._transcript
-        if self._earlier is None:
+        mine, earlier = self._transcript, self._earlier
+        if earlier is None:
             mine.told.append(mine.keep(answer))
+            enough = mine.nbytes > KEPT_BYTES or not self._go_on()
+            mine.cut = enough and any(self._left.values())
+            if mine.cut:
+                raise Cut
             return answer
-        return self._earlier.told[len(mine.queries) - 1].to(answer.device, copy=True)
+        if earlier.cut and len(mine.queries) == len(earlier.queries):
+            raise Cut
+        return earlier.told[len(mine.queries) - 1].to(answer.device, copy=True)
 
     def _sum(self, query: Query, total: Callable[[int], ExactSum], turn: int) -> ExactSum:
         """Work out an exact sum, if it is the one that is due; write it down or compare it."""
         mine, earlier = self._transcript, self._earlier
         place = len(mine.queries)
-        if earlier is None:
-            mine.cut = place > 0 and (mine.nbytes > KEPT_BYTES or not self._go_on())
-            if mine.cut:
-                raise _Cut
-        elif place == len(earlier.queries):
-            if earlier.cut:
-                raise _Cut
+        if earlier is not None and place == len(earlier.queries):
             raise _Strayed(f"'{query.name}' is asked after the last answer")
-        elif query != earlier.queries[place]:
+        if earlier is not None and query != earlier.queries[place]:
             due = earlier.queries[place].name
             raise _Strayed(f"'{query.name}' is asked in place of '{due}', answer {place + 1}")
         exact = total(turn)
@@ -220,7 +216,7 @@ def replay(
                 go_on=lambda: time.monotonic() < late,
             )
 
-        with contextlib.suppress(_Cut):
+        with contextlib.suppress(Cut):
             data = scene.with_records(images, labels)
             transcript.release = scene.through(wrap, method, data, f"replay-{name}", secret=key)
             if earlier is not None and len(transcript.queries) < len(earlier.queries):
