@@ -72,7 +72,7 @@ class WholeSet(Matching):
             {"queries": 50},
             "Epsilon 1, partition-and-expand, on an H200: 97.1 % on MNIST and 81.0 % on Fashion-MNIST "
             "with 10 stored images per class, 97.3 and 81.5 % with 50 (two releases each, "
-            "docs/results.md); 10 s and about a minute with their evaluation. For a GPU.",
+            "docs/results.md). For a GPU.",
         ),
         "color": Preset(
             {

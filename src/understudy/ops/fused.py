@@ -159,6 +159,7 @@ def added(each: Tensor, parameter: Tensor, own: int) -> Tensor:
 
 
 def parted(value: Tensor, size: int) -> Tensor:
+    """Undo :func:`folded` for a result."""
     return value.unflatten(0, (size, -1))
 
 
