@@ -37,6 +37,32 @@ def test_one_question_costs_alone_what_all_cost_together(entry: Entry) -> None:
     assert section.questions[0].epsilon_alone == pytest.approx(section.epsilon)
 
 
+def test_epsilon_is_told_step_by_step_up_to_all_of_it(entry: Entry, open_entry: Entry) -> None:
+    section = gather([entry]).sections[0]
+    assert [point.answers for point in section.spent] == [1, 2, 3, 4, 5]
+    spent = [point.epsilon for point in section.spent]
+    assert spent == sorted(spent) and 0 < spent[0] < spent[-1] == pytest.approx(section.epsilon)
+    assert spent[0] == content._price(
+        (dataclasses.replace(entry.release.statement.events[0], times=1),),
+        entry.release.statement,
+        entry.release.statement.accountant,
+    )
+    assert gather([open_entry]).sections[0].spent == (), "without noise there is nothing to spend"
+
+
+def test_the_questions_of_a_stage_take_turns_and_stages_do_not(entry: Entry) -> None:
+    statement = entry.release.statement
+    event = dataclasses.replace(statement.events[0], noise_multiplier=40.0)
+    events = tuple(
+        dataclasses.replace(event, name=name, times=times)
+        for name, times in (("a", 8), ("b", 92), ("c", 100))
+    )
+    spent = content._spent(dataclasses.replace(statement, events=events, stages=(2, 1)))
+    assert [point.answers for point in spent] == [1, 25, 50, 75, 100, 125, 150, 175, 200]
+    half = (dataclasses.replace(event, times=4), dataclasses.replace(event, times=46))
+    assert spent[2].epsilon == content._price(half, statement, statement.accountant)
+
+
 def test_every_image_is_there_in_its_class(entry: Entry) -> None:
     section = gather([entry]).sections[0]
     assert section.pictured == section.size == 50
@@ -62,6 +88,33 @@ def test_scores_are_computed_from_the_confusions(entry: Entry) -> None:
 
 def test_a_single_seed_has_no_interval(entry: Entry) -> None:
     assert gather([entry]).sections[0].scores[1].low is None
+
+
+def test_without_any_spread_there_is_no_interval(entry: Entry) -> None:
+    """A model that draws nothing at random gives three times the same, not plus or minus zero."""
+    found = scores(10)
+    same: dict[str, Any] = {**found, "confusions": [found["confusions"][0]] * 3}
+    (score,) = gather([dataclasses.replace(entry, scores={"net": same})]).sections[0].scores
+    assert score.low is None
+    assert score.interval == "every seed gave the same"
+    assert "±" not in score.text
+
+
+def test_the_class_that_is_recognised_least_is_named(entry: Entry) -> None:
+    score = gather([entry]).sections[0].scores[0]
+    assert score.weakest is not None
+    assert score.per_class[score.weakest] == min(filter(None, score.per_class))
+    even = dataclasses.replace(score, per_class=(0.5, None, 0.5))
+    assert even.weakest is None
+
+
+def test_the_strongest_attack_is_named(entry: Entry) -> None:
+    audited = gather([entry]).sections[0].audited
+    assert audited is not None and audited.strongest is not None
+    assert audited.strongest.epsilon == audited.lower_bound
+    silent = dataclasses.replace(audited.strongest, epsilon=0.0)
+    assert dataclasses.replace(audited, attacks=(silent,)).strongest is None
+    assert dataclasses.replace(audited, attacks=()).strongest is None
 
 
 def test_a_run_still_going_is_an_error(entry: Entry) -> None:

@@ -147,6 +147,8 @@ def test_what_is_said_is_there(request: pytest.FixtureRequest, entry: Entry) -> 
         statement.ledger_line,
         "sum of a group",
         "prices do not add up",
+        "what had been spent at each step",
+        "rests on this: Gaussian noise",
         "What an attacker could gain",
         "The ledger so far",
         "first run on these records",

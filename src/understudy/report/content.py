@@ -40,6 +40,7 @@ MOST_PICTURES = 3000
 """A page with more pictures than this opens slowly; the rest is counted, and is in the release."""
 ROWS_PER_CLASS = 5
 MOST_FEATURES = 12
+SPENT_POINTS = 8
 FALSE_ALARMS = (0.001, 0.01, 0.1)
 
 ACCOUNTANTS = {
@@ -126,6 +127,14 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Spent:
+    """Hold what had been spent after so many answers."""
+
+    answers: int
+    epsilon: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """Hold an earlier run on the same records."""
 
@@ -155,7 +164,7 @@ class Score:
     accuracy: float
     low: float | None
     high: float | None
-    """The 95 % interval of the mean over seeds; None with a single seed."""
+    """The 95 % interval of the mean over seeds; None with a single seed, or without any spread."""
     balanced_accuracy: float
     chance: float
     """The best constant answer: the share of the largest class of the test set."""
@@ -164,6 +173,19 @@ class Score:
     confusion: tuple[tuple[int, ...], ...]
     """Counts: real class by predicted class, over all seeds."""
     settings: Mapping[str, str]
+
+    @property
+    def interval(self) -> str:
+        """Write the interval, or why there is none."""
+        if self.low is None or self.high is None:
+            return "unknown: one seed" if len(self.seeds) == 1 else "every seed gave the same"
+        return f"{percent(self.low)} to {percent(self.high)}"
+
+    @property
+    def weakest(self) -> int | None:
+        """Return the class that is recognised least; None where all are alike."""
+        known = [share for share in self.per_class if share is not None]
+        return None if len(set(known)) < 2 else self.per_class.index(min(known))
 
     @property
     def text(self) -> str:
@@ -229,6 +251,12 @@ class Audited:
     findings: tuple[str, ...]
     attacks: tuple[Attack, ...]
 
+    @property
+    def strongest(self) -> Attack | None:
+        """Return the attack with the largest bound, if any attack has one."""
+        best = max(self.attacks, key=lambda attack: attack.epsilon, default=None)
+        return best if best is not None and best.epsilon > 0 else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Snippet:
@@ -264,6 +292,8 @@ class Section:
     facts: Mapping[str, str]
     questions: tuple[Question, ...]
     stages: int
+    spent: tuple[Spent, ...]
+    """Epsilon as the answers came in; empty where there was one answer, or no guarantee."""
     catches: tuple[Catch, ...]
     at_stake: str
     """What an attacker wants to learn, for these neighbours."""
@@ -378,6 +408,7 @@ def _section(entry: Entry) -> Section:
         facts=_facts(statement),
         questions=_questions(statement),
         stages=len(statement.stages),
+        spent=_spent(statement),
         catches=tuple(
             Catch(
                 false_alarms=share,
@@ -540,6 +571,30 @@ def _questions(statement: Statement) -> tuple[Question, ...]:
     )
 
 
+def _spent(statement: Statement) -> tuple[Spent, ...]:
+    """Price what had been asked at some points on the way; a stage's questions take turns."""
+    if not statement.private or sum(event.times for event in statement.events) < 2:
+        return ()
+    events, before, first = statement.events, 0, 0
+    alone = _price((dataclasses.replace(events[0], times=1),), statement, statement.accountant)
+    points = [Spent(answers=1, epsilon=alone)]
+    for count in statement.stages:
+        stage = events[first : first + count]
+        answers = sum(event.times for event in stage)
+        marks = math.ceil(SPENT_POINTS * answers / sum(event.times for event in events))
+        for mark in range(1, marks + 1):
+            part = [
+                dataclasses.replace(event, times=event.times * mark // marks) for event in stage
+            ]
+            asked = (*events[:first], *(event for event in part if event.times))
+            answered = before + sum(event.times for event in part)
+            if answered > points[-1].answers:
+                paid = _price(asked, statement, statement.accountant)
+                points.append(Spent(answers=answered, epsilon=paid))
+        before, first = before + answers, first + count
+    return tuple(points)
+
+
 def _earlier(statement: Statement) -> tuple[Run, ...]:
     runs = []
     for run in statement.earlier:
@@ -625,7 +680,10 @@ def _score(name: str, data: Mapping[str, Any], classes: Sequence[str], title: st
         raise wrong(f"are not about its {k} classes")
     if not confusions or len(confusions) != len(scores.seeds) or not scores.tested:
         raise wrong("hold no test records, or not one result a seed")
+    # What comes out the same with every seed tells nothing of the spread.
     low, high = scores.interval or (None, None)
+    if len(set(scores.accuracies)) == 1:
+        low = high = None
     return Score(
         name=name,
         protocol=printable(scores.protocol),

@@ -13,6 +13,7 @@ import math
 import re
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ _NAMES = ("ink", "muted", "line", "paper", "c1", "c2", "c3", "c4", "c5", "c6")
 COLOUR = {name: f"#0101{place:02x}" for place, name in enumerate(_NAMES, start=16)}
 """Stand-ins matplotlib accepts, none of which it would choose itself."""
 SERIES = ("c1", "c2", "c3", "c4", "c5", "c6")
-MARKERS = "osD^v"
+MARKERS = "osD^vPX*"
 
 _LOCK = threading.Lock()  # rc_context changes settings that all threads share
 _DASHES = (0, (4, 3))
@@ -238,6 +239,28 @@ def epsilon_bars(name: str, title: str, alone: Sequence[tuple[str, float]], toge
     return _svg(name, title, told, 5.0, 0.95 + 0.36 * len(rows), draw)
 
 
+def spent_curve(name: str, title: str, points: Sequence[tuple[int, float]]) -> str:
+    """Draw epsilon of all answers so far over their number."""
+
+    def draw(axes: Axes) -> None:
+        answers, spent = zip(*points, strict=True)
+        axes.plot(answers, spent, color=COLOUR["c1"], marker="o", markersize=5, lw=2)
+        axes.text(
+            answers[-1], spent[-1], f"{spent[-1]:.4g}  ", ha="right", va="bottom", fontweight="bold"
+        )
+        axes.set_xlim(0, 1.04 * answers[-1])
+        axes.set_ylim(0, 1.15 * max(spent))
+        axes.locator_params(axis="x", integer=True, nbins=6)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        axes.grid(axis="y")
+        axes.tick_params(axis="y", labelcolor=COLOUR["muted"])
+        axes.set_xlabel("answers so far")
+        axes.set_ylabel("epsilon so far")
+
+    told = "; ".join(f"after {answers:,}: {value:.4g}" for answers, value in points)
+    return _svg(name, title, told, 4.4, 3.0, draw)
+
+
 def audit_bars(name: str, title: str, bounds: Sequence[tuple[str, float]], claimed: float) -> str:
     """Draw what each attack proves epsilon to be at least, against the claim."""
     finite = [value for _, value in bounds if math.isfinite(value)]
@@ -248,9 +271,9 @@ def audit_bars(name: str, title: str, bounds: Sequence[tuple[str, float]], claim
             length = value if math.isfinite(value) else 1.08 * most
             axes.barh(place, length, height=0.62, color=COLOUR["c2" if value > claimed else "c1"])
             text = f"{value:.3g}" if math.isfinite(value) else "infinite"
-            axes.text(length + 0.012 * most, place, text, va="center")
-        _label_rows(axes, [label for label, _ in bounds], most=44)
-        axes.set_xlim(0, 1.15 * most)
+            axes.text(1.15 * most, place, text, va="center")  # clear of the line of the claim
+        _label_rows(axes, [label for label, _ in bounds], most=54)
+        axes.set_xlim(0, 1.12 * most)
         axes.grid(axis="x")
         axes.spines["left"].set_visible(False)
         axes.set_xlabel("epsilon is at least")
@@ -321,29 +344,44 @@ def trend(
     *,
     x_label: str,
     chance: float | None,
+    colours: Mapping[str, str],
 ) -> str:
-    """Draw accuracy over a positive quantity, one line for releases alike in all else."""
+    """Draw accuracy over a positive quantity, one line for releases alike in all else.
+
+    Lines of one colour are told apart by their marks. What lies at one place is drawn side by side.
+    """
     everywhere = sorted({dot.x for dots in series.values() for dot in dots if math.isfinite(dot.x)})
 
     def draw(axes: Axes) -> None:
         from matplotlib.ticker import FuncFormatter, NullLocator
 
-        for place, (label, dots) in enumerate(series.items()):
-            colour = COLOUR[SERIES[place % len(SERIES)]]
+        # A step aside is less than the width of a mark, whatever the axis spans.
+        aside = (everywhere[-1] / everywhere[0] * 2.25) ** 0.025 if everywhere else 1.0
+        shared = Counter(_place(dot.x) for dots in series.values() for dot in dots)
+        taken: Counter[str] = Counter()
+        drawn: Counter[str] = Counter()
+        for label, dots in series.items():
+            colour, mark = COLOUR[colours[label]], MARKERS[drawn[colours[label]] % len(MARKERS)]
+            drawn[colours[label]] += 1
             finite = sorted((dot for dot in dots if math.isfinite(dot.x)), key=lambda dot: dot.x)
+            beside = []
+            for dot in finite:
+                place = _place(dot.x)
+                beside.append(dot.x * aside ** (taken[place] - (shared[place] - 1) / 2))
+                taken[place] += 1
             axes.plot(
-                [dot.x for dot in finite],
+                beside,
                 [100 * dot.y for dot in finite],
                 color=colour,
-                marker=MARKERS[place % len(MARKERS)],
+                marker=mark,
                 markersize=6,
                 lw=1.4,
                 label=_short(label, 40),
             )
-            for dot in finite:
+            for x, dot in zip(beside, finite, strict=True):
                 if dot.low is not None and dot.high is not None:
                     ends = [100 * max(0.0, dot.low), 100 * min(1.0, dot.high)]
-                    axes.plot([dot.x] * 2, ends, color=colour, lw=1.4)
+                    axes.plot([x] * 2, ends, color=colour, lw=1.4)
         if chance is not None:
             axes.axhline(100 * chance, color=COLOUR["muted"], lw=1, ls=_DASHES, label="chance")
         if everywhere:
@@ -368,6 +406,11 @@ def trend(
         for label, dots in series.items()
     )
     return _svg(name, title, told, 4.8, 3.6, draw)
+
+
+def _place(x: float) -> str:
+    """Name a place on the axis; calibrated 0.9998 and 0.9999 are at one."""
+    return f"{x:.2g}"
 
 
 # Shared

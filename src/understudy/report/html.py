@@ -74,14 +74,20 @@ def write(report: Report, folder: str | Path, *, name: str = "report") -> Path:
 
 def _charts(section: Section, name: str) -> dict[str, Any]:
     """Draw the charts of one release."""
-    charts: dict[str, Any] = {
-        "spent": figures.epsilon_bars(
-            f"{name}-spent",
+    charts: dict[str, Any] = {}
+    if len(section.questions) > 1:
+        charts["questions"] = figures.epsilon_bars(
+            f"{name}-questions",
             "Epsilon of each question alone and of all together",
             [(question.name, question.epsilon_alone) for question in section.questions],
             section.epsilon,
         )
-    }
+    if section.spent:
+        charts["spent"] = figures.spent_curve(
+            f"{name}-spent",
+            "Epsilon spent as the answers came in",
+            [(point.answers, point.epsilon) for point in section.spent],
+        )
     if section.private:
         charts["attack"] = figures.attack_curve(
             f"{name}-attack",
@@ -152,6 +158,7 @@ def _compared(report: Report) -> dict[str, Markup] | None:
     colour = {
         label: figures.SERIES[place % len(figures.SERIES)] for place, label in enumerate(methods)
     }
+    colours: dict[str, str] = {}
     chances = {score.chance for _, score in scored}
     chance = chances.pop() if len(chances) == 1 else None
 
@@ -162,7 +169,9 @@ def _compared(report: Report) -> dict[str, Markup] | None:
             at = getattr(section, x)
             if math.isfinite(at):
                 dot = figures.Dot(x=at, y=score.accuracy, low=score.low, high=score.high)
-                found.setdefault(f"{method(section)}, {held(section)}", []).append(dot)
+                label = f"{method(section)}, {held(section)}"
+                found.setdefault(label, []).append(dot)
+                colours[label] = colour[method(section)]
         return found
 
     drawn = {
@@ -181,12 +190,18 @@ def _compared(report: Report) -> dict[str, Markup] | None:
             lines("images_per_class", _rounded_epsilon),
             x_label="synthetic records per class",
             chance=chance,
+            colours=colours,
         ),
     }
     private = lines("epsilon", lambda section: f"{section.images_per_class:.4g} per class")
     if private:
         drawn["epsilons"] = figures.trend(
-            "c-epsilons", "Accuracy over epsilon", private, x_label="epsilon", chance=chance
+            "c-epsilons",
+            "Accuracy over epsilon",
+            private,
+            x_label="epsilon",
+            chance=chance,
+            colours=colours,
         )
     return {key: Markup(value) for key, value in drawn.items()}
 
@@ -262,7 +277,7 @@ def _percents(shares: Mapping[str, float]) -> dict[str, str]:
 
 def _score_named(section: Section, name: str) -> str:
     """Write one score of a release for the table that compares several."""
-    return next((score.text for score in section.scores if score.name == name), "not measured")
+    return next((score.text for score in section.scores if score.name == name), "–")
 
 
 def _tile(shape: Sequence[int]) -> int:
