@@ -478,13 +478,18 @@ def evaluate(
         str, typer.Option(help="dm (1000 epochs), psg, datalens, or quick.")
     ] = "quick",
     network: Annotated[
-        str | None,
-        typer.Option(help="convnet, mlp, lenet, alexnet, vgg11, resnet18, datalens; or 'sklearn'."),
+        list[str] | None,
+        typer.Option(
+            help="convnet, mlp, lenet, alexnet, vgg11, resnet18, datalens; or 'sklearn'. Repeatable."
+        ),
     ] = None,
     flips: Annotated[
         bool, typer.Option(help="Let training mirror pictures: not for digits or letters.")
     ] = False,
-    seeds: Annotated[int, typer.Option(help="How many networks to train.")] = 3,
+    seeds: Annotated[
+        int,
+        typer.Option(min=1, help="How many networks to train: 3 or more for a figure to quote."),
+    ] = 3,
     ceilings: Annotated[
         str | None,
         typer.Option(
@@ -518,6 +523,8 @@ def evaluate(
 
         understudy evaluate release/ --test fashion-mnist --protocol dm --flips --seeds 5
 
+        understudy evaluate release/ --network convnet --network vgg11 --network sklearn
+
         understudy evaluate release/ --fidelity --ceilings mnist
     """
     with _progress(quiet) as progress:
@@ -545,6 +552,8 @@ def evaluate(
     if judged.fidelity is not None:
         out.print(f"\n{judged.fidelity}\n", markup=False)
     some = next(iter(judged.scores.values()))
+    if seeds < 3:
+        out.print(f"{seeds} of the 3 seeds that a figure to quote takes.")
     out.print(
         f"Always answering the largest class gives {some.chance:.1%}; balanced accuracy of that is "
         f"{1 / len(some.confusion):.1%}."

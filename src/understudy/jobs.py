@@ -19,6 +19,7 @@ from understudy.auditing import AuditFailed, AuditPool, AuditResult
 from understudy.auditing import audit as run_audit
 from understudy.data.datasets import DATASETS, load_heldout, open_data, open_heldout, open_training
 from understudy.data.folder import check_free, load, save
+from understudy.data.heldout import HeldOut
 from understudy.data.pictures import contact_sheet, draw_pictures, png
 from understudy.data.synthetic import SyntheticSet
 from understudy.data.verify import Verification
@@ -433,7 +434,7 @@ def score(
     test: str | None = None,
     *,
     protocol: str = "dm",
-    network: str | None = None,
+    network: str | Sequence[str] | None = None,
     flips: bool = False,
     seeds: Sequence[int] = (0, 1, 2),
     training: str | None = None,
@@ -446,7 +447,8 @@ def score(
 ) -> Judged:
     """Evaluate a saved release on real test data and keep what is found beside it.
 
-    ``training`` names real training records to compute ``ceilings`` from (all of them unless some
+    ``network`` is one or several names, "sklearn" for scikit-learn's three models; ceilings are
+    computed with the first network. ``training`` names real training records to compute ``ceilings`` from (all of them unless some
     are named). They are read OPENLY, past the gate: see :mod:`understudy.evaluation.ceilings`.
     ``fidelity`` compares the set with the test records; ``inception`` is a TorchScript file of the
     standard Inception network for it.
@@ -465,6 +467,8 @@ def score(
     heldout = open_heldout(source, like=release.public, **options)
     chosen = _protocol(protocol)
     chosen = chosen.with_flips() if flips else chosen
+    networks: Sequence[str | None]
+    networks = [network] if network is None or isinstance(network, str) else list(network) or [None]
     references: dict[str, Scores] = {}
     alike = None
     if synthetic is None:
@@ -481,26 +485,12 @@ def score(
             told=f"the released classifier ({trained.name})",
         )
         scores = {given.network: given}
-    elif network == "sklearn" or (network is None and not release.public.is_image):
-        scores = sklearn_scores(
-            synthetic.images,
-            synthetic.labels,
-            heldout.images,
-            heldout.labels,
-            classes=len(release.public.classes),
-            seeds=seeds,
-        )
     else:
-        result = evaluate(
-            synthetic,
-            heldout,
-            protocol=chosen,
-            network=network,
-            seeds=seeds,
-            engine=engine,
-            progress=progress,
-        )
-        scores = {f"{result.network}, {result.protocol}": result}
+        scores = {}
+        for name in networks:
+            scores |= _scored(
+                synthetic, heldout, chosen, name, seeds=seeds, engine=engine, progress=progress
+            )
     if synthetic is not None and training is not None:
         claimed = release.statement.epsilon
         possible = [name for name in CEILINGS if name != "dp-sgd" or math.isfinite(claimed)]
@@ -509,7 +499,7 @@ def score(
             heldout,
             like=synthetic,
             protocol=chosen,
-            network=None if network == "sklearn" else network,
+            network=next((name for name in networks if name != "sklearn"), None),
             seeds=seeds,
             epsilon=claimed if math.isfinite(claimed) else None,
             delta=release.statement.delta,
@@ -523,6 +513,38 @@ def score(
     judged = Judged(scores, references, alike)
     _keep(Path(folder), release, source, judged)
     return judged
+
+
+def _scored(
+    synthetic: SyntheticSet,
+    heldout: HeldOut,
+    protocol: Protocol,
+    network: str | None,
+    *,
+    seeds: Sequence[int],
+    engine: Engine | None,
+    progress: Progress,
+) -> dict[str, Scores]:
+    """Train one network on the set, or scikit-learn's models, which are also what tables get."""
+    if network == "sklearn" or (network is None and not synthetic.public.is_image):
+        return sklearn_scores(
+            synthetic.images,
+            synthetic.labels,
+            heldout.images,
+            heldout.labels,
+            classes=len(synthetic.public.classes),
+            seeds=seeds,
+        )
+    found = evaluate(
+        synthetic,
+        heldout,
+        protocol=protocol,
+        network=network,
+        seeds=seeds,
+        engine=engine,
+        progress=progress,
+    )
+    return {f"{found.network}, {found.protocol}": found}
 
 
 def _keep(folder: Path, release: Release, source: str, judged: Judged) -> None:

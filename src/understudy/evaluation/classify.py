@@ -230,6 +230,8 @@ class Scores:
     def __str__(self) -> str:
         if self.interval is None:
             spread = "one seed"
+        elif len(set(self.accuracies)) == 1:
+            spread = f"the same with each of {len(self.seeds)} seeds"
         else:
             spread = f"95 % interval {self.interval[0]:.2%} to {self.interval[1]:.2%}"
             spread += f", {len(self.seeds)} seeds"
