@@ -17,7 +17,6 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,10 +36,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from understudy.engine import Engine
-from understudy.methods.matching import public_seed
+from understudy.methods.gradient_matching import Pixels, Theta, Training
 from understudy.methods.psg import PSG
-from understudy.nets import draw_parameters
-from understudy.ops.gradients import gradient_of_one, matched
+from understudy.nets.draw import draw_parameters, public_seed
 
 PrivateGradient = Callable[[nn.Module, Tensor, Tensor, float, float], list[Tensor]]
 """Take a network, records and labels, clip norm and noise multiplier; return the noisy sum."""
@@ -165,16 +163,16 @@ def others(suite: Suite, method: PSG, drawn: Drawn) -> dict[str, PlainPSG]:
 
 def our_gradients(suite: Suite, method: PSG, drawn: Drawn) -> Way:
     """Ask the gate for noisy gradients at a fixed network."""
-    net = method.network(drawn.private.public)
-    theta = draw_parameters(net, 0, device=suite.device)
 
     def run(count: int) -> Sequence[float]:
         laps = suite.laps()
         asked = dataclasses.replace(method, repeats=count + 1)
-        contribution = gradient_of_one(net, theta, matched(theta))
+        theta = Theta(asked, drawn.private.public, suite.engine)
+        theta.draw(0)
+        contribution = theta.gradient_of_one(theta.weights)
         with suite.gate(drawn.private, asked, laps) as gate:
             for _ in range(count + 1):
-                gate.noisy_sum(asked.query(), contribution)
+                gate.noisy_sum(asked.query(), contribution, theta.state())
         return laps.seconds
 
     return run
@@ -196,22 +194,12 @@ def our_steps(suite: Suite, method: PSG, drawn: Drawn) -> Way:
 def our_epochs(suite: Suite, method: PSG, drawn: Drawn) -> Way:
     """Train theta as PSG does between outer steps."""
     public = drawn.private.public
-    net, classes = method.network(public), len(public.classes)
-    images = torch.randn(classes * method.images_per_class, *public.shape, device=suite.device)
-    labels = torch.arange(classes, device=suite.device)
-    labels = labels.repeat_interleave(method.images_per_class)
-    synthetic: Any = SimpleNamespace(images=lambda: images, labels=labels)
-    theta = draw_parameters(net, 0, device=suite.device)
-    shuffles = torch.Generator().manual_seed(0)
-
-    def run(count: int) -> Sequence[float]:
-        laps = suite.laps()
-        laps(0)
-        method._train(net, theta, synthetic, count, shuffles)
-        laps(count)
-        return laps.seconds
-
-    return run
+    theta = Theta(method, public, suite.engine)
+    theta.draw(0)
+    synthetic = Pixels(method, public, suite.device)
+    training = Training(theta, synthetic, method.network_learning_rate)
+    everyone = torch.arange(len(synthetic.labels))
+    return suite.repeated(lambda: training.step(everyone))
 
 
 def check(shape: tuple[int, int, int], device: torch.device) -> None:
@@ -229,7 +217,7 @@ def check(shape: tuple[int, int, int], device: torch.device) -> None:
         learning_rate=1.0,
     )
     with throw_away_gate(
-        drawn.private, method, Engine(device=str(device)), lambda *_: None
+        drawn.private, method, Engine(device=str(device), precision="float32"), lambda *_: None
     ) as gate:
         images = method.measure(gate).signals["images"]
     weights = draw_parameters(

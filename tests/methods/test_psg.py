@@ -172,10 +172,12 @@ def test_no_training_follows_the_last_outer_step(tmp_path: Path) -> None:
 
 def test_network_batches_smaller_than_the_set_cover_it(tmp_path: Path) -> None:
     method = small(images_per_class=3, network_batch=4)
-    batches = list(method._batches(6, torch.Generator().manual_seed(0)))
-    assert sorted(torch.cat(batches).tolist()) == list(range(6))  # type: ignore[arg-type]
-    assert [len(batch) for batch in batches if batch is not None] == [4, 2]
-    assert list(method._batches(4, torch.Generator())) == [None]
+    batches = list(method._batches(6, 2, torch.Generator().manual_seed(0)))
+    assert [len(batch) for batch in batches] == [4, 2, 4, 2]
+    for epoch in (batches[:2], batches[2:]):
+        assert sorted(torch.cat(epoch).tolist()) == list(range(6))
+    (whole,) = method._batches(4, 1, torch.Generator())
+    assert whole.tolist() == [0, 1, 2, 3]
     assert released(method, tmp_path / "l")["images"].shape == (6, 1, 8, 8)
 
 

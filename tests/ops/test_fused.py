@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from tests.ops.kernels import DEVICE, needs_triton
 from understudy.engine import captured
 from understudy.nets.convnet import ConvNet
-from understudy.nets.draw import materialise
+from understudy.nets.draw import draw_parameters, materialise
 from understudy.ops import fused, opening
+from understudy.ops.gradients import gradient_of_one, matched
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or fused.triton is None,
@@ -168,6 +169,23 @@ def test_a_network_in_bfloat16_has_nearly_the_same_features(shape: tuple[int, in
     )
     assert fast.dtype == torch.float32
     assert (exact - fast).norm() < 0.02 * exact.norm()
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (3, 64, 64)])
+def test_a_network_for_records_has_nearly_the_same_gradient_of_each(
+    shape: tuple[int, int, int],
+) -> None:
+    images, labels = torch.randn(5, *shape, device="cuda"), torch.arange(5, device="cuda") % 4
+    exact, fast = (
+        ConvNet(shape, 4, width=32, precision=precision, by_record=True).to("meta")
+        for precision in (torch.float32, torch.bfloat16)
+    )
+    theta = draw_parameters(exact, 3, device="cuda")
+    rows = [
+        vmap(gradient_of_one(net, theta, matched(theta)))(images, labels) for net in (exact, fast)
+    ]
+    assert (rows[0] - rows[1]).norm() < 0.05 * rows[0].norm()
 
 
 @needs_gpu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,12 +15,10 @@ from understudy.data.synthetic import SyntheticSet
 from understudy.engine import Engine, Progress, silent
 from understudy.errors import BadConfiguration
 from understudy.methods.base import Method, Preset
-from understudy.methods.matching import public_seed
+from understudy.methods.gradient_matching import Generated, Matching, Pixels, Theta, Training
 from understudy.nets.classifiers import MLP
 from understudy.nets.convnet import ConvNet
-from understudy.nets.draw import draw_parameters
-from understudy.nets.generator import draw_generator
-from understudy.ops.gradients import batch_gradient, gradient_of_one, matched, row_distance, split
+from understudy.nets.draw import public_seed
 from understudy.privacy.events import Plan, Query, Step
 from understudy.privacy.gate import Gate
 from understudy.privacy.public import Public
@@ -174,25 +171,25 @@ class PSG(Method):
 
     def measure(self, gate: Gate) -> Release:
         """Run the whole algorithm: the state between queries is public."""
-        device, query = gate.engine.torch_device, self.query()
+        engine, query = gate.engine, self.query()
         net = self.network(gate.public)
-        synthetic = (_Generated if self.prior else _Pixels)(self, gate.public, device)
+        theta = Theta(self, gate.public, engine)
+        asked = theta.names if self.clip_all else theta.weights
+        contribution = theta.gradient_of_one(asked)
+        synthetic = (Generated if self.prior else Pixels)(self, gate.public, engine.torch_device)
+        matching = Matching(net, theta, synthetic, asked)
+        training = Training(theta, synthetic, self.network_learning_rate)
         outer_steps, inner_epochs = self.schedule
         for run in range(synthetic.resume(gate.resume()), self.runs):
-            theta = draw_parameters(net, public_seed(self.seed, "network", run), device=device)
-            weights = matched(theta)
-            asked = tuple(theta) if self.clip_all else weights
+            theta.draw(public_seed(self.seed, "network", run))
             shuffles = torch.Generator().manual_seed(public_seed(self.seed, "shuffles", run))
             for outer in range(outer_steps):
-                contribution = gradient_of_one(net, theta, asked)
                 for _ in range(self.repeats):
-                    answer = gate.noisy_sum(query, contribution).value / self.expected_batch
-                    real = split(answer, theta, asked)
-                    images, labels = synthetic.images(), synthetic.labels
-                    ours = batch_gradient(net, theta, images, labels, weights, create_graph=True)
-                    synthetic.descend(row_distance(ours, real))
+                    answer = gate.noisy_sum(query, contribution, theta.state()).value
+                    matching.step(answer / self.expected_batch)
                 if outer + 1 < outer_steps:
-                    theta = self._train(net, theta, synthetic, inner_epochs, shuffles)
+                    for rows in self._batches(len(synthetic.labels), inner_epochs, shuffles):
+                        training.step(rows)
             gate.checkpoint(synthetic.state(runs_done=run + 1))
         return gate.release(
             signals=synthetic.signals(),
@@ -201,42 +198,26 @@ class PSG(Method):
             departures=self.departures,
         )
 
-    def network(self, public: Public) -> nn.Module:
-        """Return theta's architecture, without weights: a ConvNet, or an MLP for a table."""
+    def network(self, public: Public, **how: Any) -> nn.Module:
+        """Return theta's architecture, without weights: a ConvNet, or an MLP for a table.
+
+        ``how`` says in what precision and for what a ConvNet is computed.
+        """
         with torch.device("meta"):
             classes = len(public.classes)
             if len(public.shape) == 3 and min(public.shape[1:]) >= 8:
                 channels, height, width = public.shape
-                return ConvNet((channels, height, width), classes, self.width)
+                return ConvNet((channels, height, width), classes, self.width, **how)
             return MLP(public.shape, classes)
 
-    def _train(
-        self,
-        net: nn.Module,
-        theta: dict[str, Tensor],
-        synthetic: _Synthetic,
-        epochs: int,
-        shuffles: torch.Generator,
-    ) -> dict[str, Tensor]:
-        """Move theta by J epochs of plain SGD on the synthetic set."""
-        images, labels = synthetic.images().detach(), synthetic.labels
-        names = tuple(theta)
+    def _batches(self, count: int, epochs: int, shuffles: torch.Generator) -> Iterator[Tensor]:
+        """Cut J shuffled epochs into batches. One of the whole set stays in order: it is a sum."""
         for _ in range(epochs):
-            for rows in self._batches(len(images), shuffles):
-                here = slice(None) if rows is None else rows.to(images.device)
-                slopes = batch_gradient(net, theta, images[here], labels[here], names)
-                theta = {
-                    name: value - self.network_learning_rate * slopes[name]
-                    for name, value in theta.items()
-                }
-        return theta
-
-    def _batches(self, count: int, shuffles: torch.Generator) -> Iterator[Tensor | None]:
-        """Cut a shuffled epoch into batches; None is the whole set, whose order is nothing."""
-        if count <= self.network_batch:
-            yield None
-        else:
-            yield from torch.split(torch.randperm(count, generator=shuffles), self.network_batch)
+            if count <= self.network_batch:
+                yield torch.arange(count)
+            else:
+                order = torch.randperm(count, generator=shuffles)
+                yield from torch.split(order, self.network_batch)
 
     def synthesise(
         self, release: Release, *, engine: Engine | None = None, progress: Progress = silent
@@ -262,104 +243,3 @@ def _by_table(images_per_class: int) -> tuple[int, int]:
             outer, inner = (a + share * (b - a) for a, b in zip(before, after, strict=True))
             return round(outer), round(inner)
     return SCHEDULE[-1][1], SCHEDULE[-1][2]
-
-
-class _Synthetic(ABC):
-    """Hold the synthetic set while it is being made: what moves, and how."""
-
-    def __init__(self, method: PSG, public: Public, device: torch.device) -> None:
-        classes = len(public.classes)
-        self.labels = torch.arange(classes, device=device).repeat_interleave(
-            method.images_per_class
-        )
-        self._start = torch.Generator().manual_seed(public_seed(method.seed, "start"))
-        self._optimiser: torch.optim.Optimizer
-
-    @abstractmethod
-    def images(self) -> Tensor:
-        """Return the set as it is, attached to what moves."""
-
-    @abstractmethod
-    def signals(self) -> dict[str, Tensor]:
-        """Return what is released."""
-
-    def descend(self, loss: Tensor) -> None:
-        """Take one step."""
-        for value, slope in zip(self._moving, torch.autograd.grad(loss, self._moving), strict=True):
-            value.grad = slope
-        self._optimiser.step()
-
-    @property
-    def _moving(self) -> list[Tensor]:
-        return [value for group in self._optimiser.param_groups for value in group["params"]]
-
-    def state(self, *, runs_done: int) -> dict[str, Tensor]:
-        """Return all that outlives a run, for a checkpoint: what moves, and its optimiser."""
-        state = {"runs_done": torch.tensor(runs_done)}
-        for place, value in enumerate(self._moving):
-            state[f"moving.{place}"] = value
-            for name, memory in self._optimiser.state[value].items():
-                state[f"optimiser.{place}.{name}"] = memory
-        return state
-
-    def resume(self, state: Mapping[str, Tensor] | None) -> int:
-        """Take a checkpoint up. Return how many runs it stands for."""
-        if state is None:
-            return 0
-        for place, value in enumerate(self._moving):
-            value.data.copy_(state[f"moving.{place}"])
-            self._optimiser.state[value] = {
-                name.split(".")[2]: memory.clone()
-                for name, memory in state.items()
-                if name.startswith(f"optimiser.{place}.")
-            }
-        return int(state["runs_done"])
-
-
-class _Pixels(_Synthetic):
-    """Algorithm 1: the pixels themselves, from standard normal numbers, by SGD."""
-
-    def __init__(self, method: PSG, public: Public, device: torch.device) -> None:
-        super().__init__(method, public, device)
-        images = torch.randn(len(self.labels), *public.shape, generator=self._start).to(device)
-        self._pixels = images.requires_grad_()
-        self._optimiser = torch.optim.SGD(
-            [self._pixels], lr=method.learning_rate, momentum=method.momentum
-        )
-
-    def images(self) -> Tensor:
-        return self._pixels
-
-    def signals(self) -> dict[str, Tensor]:
-        return {"images": self._pixels}
-
-
-class _Generated(_Synthetic):
-    """Algorithm 2: the weights of a generator of fixed latents, by Adam."""
-
-    def __init__(self, method: PSG, public: Public, device: torch.device) -> None:
-        super().__init__(method, public, device)
-        if len(public.shape) != 3:
-            raise BadConfiguration(f"psg: the prior makes pictures; '{public.name}' has none.")
-        channels, height, width = public.shape
-        self._generator = draw_generator(
-            public_seed(method.seed, "generator"),
-            (channels, height, width),
-            len(public.classes),
-            width=max(1, method.width // 2),
-            latent=method.latent,
-            device=device,
-        )
-        count = len(self.labels)
-        self._latents = torch.randn(count, method.latent, generator=self._start).to(device)
-        self._optimiser = torch.optim.Adam(
-            self._generator.parameters(), lr=method.generator_learning_rate
-        )
-
-    def images(self) -> Tensor:
-        made: Tensor = self._generator(self._latents, self.labels)
-        return made
-
-    def signals(self) -> dict[str, Tensor]:
-        weights = {f"generator.{k}": v for k, v in self._generator.state_dict().items()}
-        return {"images": self.images(), "latents": self._latents, **weights}

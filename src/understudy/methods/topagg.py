@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from understudy.engine import Engine
+from understudy.engine import Engine, moved
 from understudy.errors import UnknownName
 from understudy.methods.base import Preset, Trainer
 from understudy.methods.matching import public_seed
 from understudy.nets.classifiers import NETWORKS
 from understudy.nets.draw import draw_parameters
 from understudy.nets.small import SMALL
-from understudy.ops.augment import Augmentation
+from understudy.ops.augment import Augmentation, AugmentParams
 from understudy.ops.augment import apply as augment
 from understudy.ops.gradients import gradient_of_one, split
 from understudy.ops.vote import NormTopK
@@ -186,9 +186,10 @@ class DPSGD(Trainer):
         layout = draw_parameters(net, public_seed(self.seed, "network"), device=device)
         theta = torch.cat([value.flatten() for value in layout.values()])
         average, descend = theta.clone(), self._optimiser(theta)
+        contribution = self._contribution(net, layout)
         for step in range(self.steps):
-            weights = split(theta, layout, tuple(layout))
-            total = gate.noisy_sum(query, self._contribution(public, net, weights, step)).value
+            state = {"theta": theta, **self._draws(public, step, device)}
+            total = gate.noisy_sum(query, contribution, state).value
             descend(vote.read(total, self._batch(public)))
             # Early on an average of few: the warm-up of TensorFlow's ExponentialMovingAverage.
             average.lerp_(theta, 1 - min(self.averaging, (1 + step) / (10 + step)))
@@ -225,28 +226,28 @@ class DPSGD(Trainer):
         """Return B, the expected batch."""
         return self.sampling_rate * public.size
 
-    def _contribution(
-        self, public: Public, net: nn.Module, theta: Mapping[str, Tensor], step: int
-    ) -> Contribution:
-        """Return the map from one record to its compressed gradient (lines 14 to 16)."""
-        gradient, vote = gradient_of_one(net, theta, tuple(theta)), self.vote()
-        nothing = torch.empty(0)
+    def _contribution(self, net: nn.Module, layout: Mapping[str, Tensor]) -> Contribution:
+        """Return the map from the state and one record to its compressed gradient (lines 14 to 16)."""
+        vote, nothing = self.vote(), torch.empty(0)
 
-        def plain(image: Tensor, label: Tensor) -> Tensor:
-            return vote.cast(gradient(image, label), nothing)
-
-        if not self._augmentation.families:
-            return plain
-        seed = public_seed(self.seed, "augmentation", step)
-        draws = self._augmentation.draw(
-            seed, self.augmentations, (public.shape[-2], public.shape[-1])
-        )
-
-        def averaged(image: Tensor, label: Tensor) -> Tensor:
-            views = augment(image.expand(self.augmentations, *image.shape), draws)
+        def contribution(state: Mapping[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+            weights = split(state["theta"], layout, tuple(layout))
+            gradient = gradient_of_one(net, weights, tuple(weights))
+            if "draws" not in state:
+                return vote.cast(gradient(image, label), nothing)
+            views = image.expand(self.augmentations, *image.shape)
+            views = augment(views, AugmentParams.unpacked(state["draws"]))
             return vote.cast(vmap(gradient, (0, None))(views, label).mean(dim=0), nothing)
 
-        return averaged
+        return contribution
+
+    def _draws(self, public: Public, step: int, device: torch.device) -> dict[str, Tensor]:
+        """Return the augmentations of a step, the same for every record."""
+        if not self._augmentation.families:
+            return {}
+        seed, size = public_seed(self.seed, "augmentation", step), public.shape[-2:]
+        draws = self._augmentation.draw(seed, self.augmentations, (size[0], size[1]))
+        return {"draws": moved(draws.packed(), device)}
 
     def _optimiser(self, theta: Tensor) -> Callable[[Tensor], None]:
         """Return what moves theta, in place, along a released gradient (line 19)."""

@@ -69,12 +69,27 @@ def _as_product(x: Tensor, weight: Tensor, margin: int) -> Tensor:
     return product.permute(0, 3, 1, 2)
 
 
+def _by_columns(x: Tensor, weight: Tensor) -> Tensor:
+    """Convolve 3x3 with a margin of one as a product with every pixel's neighbourhood.
+
+    Mapped over records, the gradient by the weights is then one batched product of matrices, where
+    libraries take a convolution with as many groups as there are records.
+    """
+    height, width = x.shape[-2:]
+    columns = F.unfold(x, 3, padding=1)
+    product = weight.flatten(1) @ columns
+    return product.view(*product.shape[:-1], height, width)
+
+
 class ConvNet(nn.Module):
     """Classify images; `embed` returns the features before the linear layer.
 
     28x28 pictures are padded to a 32x32 map by the first convolution, so that their features
     number 2048 like those of 32x32 pictures. `depth` defaults to `default_depth`; with a larger
     one the surplus blocks do not pool, since a 1x1 map has no instance norm.
+
+    `precision` other than float32 takes fused blocks on a GPU; with `by_record` these are made for
+    gradients of one record each, by the weights.
 
     No part mixes records: per-record gradients by `torch.func.vmap` are sound, and a batch may be
     cut into pieces at will. Both methods also take one image without a batch dimension.
@@ -90,9 +105,10 @@ class ConvNet(nn.Module):
         width: int = 128,
         depth: int | None = None,
         precision: torch.dtype = torch.float32,
+        by_record: bool = False,
     ) -> None:
         super().__init__()
-        self.precision = precision
+        self.precision, self.by_record = precision, by_record
         if len(shape) != 3:
             raise BadConfiguration(
                 f"ConvNet takes images (channels, height, width), not {tuple(shape)}. "
@@ -153,6 +169,8 @@ class ConvNet(nn.Module):
             x, weight = x.to(self.precision), convolution.weight.to(self.precision)
             if block == 0:
                 x = _as_product(x, weight, margin)
+            elif self.by_record:
+                x = _by_columns(x, weight)
             else:
                 weight = weight.contiguous(memory_format=torch.channels_last)
                 x = F.conv2d(x, weight, padding=1)

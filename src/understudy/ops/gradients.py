@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from understudy.ops.pieces import piece
 
-__all__ = ["batch_gradient", "gradient_of_one", "matched", "row_distance", "split"]
+__all__ = ["batch_gradient", "batch_loss", "gradient_of_one", "matched", "row_distance", "split"]
 
 Parameters = Mapping[str, Tensor]
 
@@ -74,12 +74,16 @@ def batch_gradient(
     With ``create_graph`` it can be differentiated again, by the images or whatever made them.
     """
     moving = {name: parameters[name].detach().requires_grad_() for name in names}
-    pieces = torch.split(images, piece(images))
-    logits = torch.cat([_called(net, {**parameters, **moving}, x) for x in pieces])
-    slopes = torch.autograd.grad(
-        F.cross_entropy(logits, labels), list(moving.values()), create_graph=create_graph
-    )
+    loss = batch_loss(net, {**parameters, **moving}, images, labels)
+    slopes = torch.autograd.grad(loss, list(moving.values()), create_graph=create_graph)
     return dict(zip(names, slopes, strict=True))
+
+
+def batch_loss(net: nn.Module, parameters: Parameters, images: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross entropy of a batch, on a CPU made a few images at a time."""
+    pieces = torch.split(images, piece(images))
+    logits = torch.cat([_called(net, dict(parameters), x) for x in pieces])
+    return F.cross_entropy(logits, labels)
 
 
 def _called(net: nn.Module, parameters: dict[str, Tensor], images: Tensor) -> Tensor:

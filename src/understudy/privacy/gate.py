@@ -641,7 +641,7 @@ def clip(rows: Tensor, bound: float, step: float) -> Tensor:
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
     finite = torch.isfinite(norms)
     scale = torch.where(norms > bound * SHORT, bound * SHORT / norms, 1.0)
-    whole = rows.to(torch.float64, copy=True).mul_(scale / step).trunc_()
+    whole = rows.mul(scale / step).trunc_()  # in float64, as the scale is
     if rows.is_cuda:  # asking whether all are finite would wait for the device
         return whole.masked_fill_(~finite, 0.0)
     return whole if finite.all() else whole.masked_fill_(~finite, 0.0)
