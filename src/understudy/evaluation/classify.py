@@ -512,13 +512,15 @@ class _Step:
         picked, *packed = self._batch
         gradients = torch.zeros_like(stack.flats)
 
-        def one(which: int) -> None:
-            x, y = images[picked[which]], labels[picked[which]]
-            for draws in packed:
-                x = augment(x, AugmentParams.unpacked(draws[which]))
-            gradients[which] = stack.gradient(which, x, y)
-
         def step() -> None:
+            x, y = images[picked.flatten()], labels[picked]
+            for draws in packed:
+                x = augment(x, AugmentParams.unpacked(draws.flatten(0, 1)))
+            x = x.view(*picked.shape, *x.shape[1:])
+
+            def one(which: int) -> None:
+                gradients[which] = stack.gradient(which, x[which], y[which])
+
             works = [functools.partial(one, which) for which in range(len(gradients))]
             abreast(works, images.device)
             stack.descend(gradients.div_(picked.shape[1]), protocol)
