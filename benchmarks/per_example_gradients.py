@@ -59,7 +59,10 @@ def opacus_hooks(net: nn.Module, images: Tensor, labels: Tensor, names: tuple[st
     """Let Opacus' hooks fill ``grad_sample`` in one backward pass."""
     from opacus import GradSampleModule
 
-    hooked = GradSampleModule(copy.deepcopy(net))
+    own_net = copy.deepcopy(net)
+    for parameter in own_net.parameters():  # what is not matched needs no rows
+        parameter.requires_grad = parameter.dim() >= 2
+    hooked = GradSampleModule(own_net)
     F.cross_entropy(hooked(images), labels, reduction="sum").backward()
     own = dict(hooked._module.named_parameters())
     return torch.cat([own[name].grad_sample.flatten(1) for name in names], dim=1)

@@ -65,8 +65,8 @@ SHORT = 1 - 2.0**-30
 
 CACHED_NUMBERS = 2**18
 
-ROWS_BYTES = 256 * 2**20
-"""Bound on the float64 rows of one chunk."""
+ROWS_BYTES, CPU_ROWS_BYTES = 2**28, 2**25
+"""Bound on the float64 rows of one chunk; on a CPU what its caches can do with."""
 
 KEPT_SHARE = 8
 """Records stay on a GPU where they take at most one part in so many of its free memory."""
@@ -531,7 +531,8 @@ class _ClippedSum:
 
     def _chunk(self, width: int) -> int:
         """Return how many records are worked on at a time."""
-        return max(1, min(self._engine.records_at_once, ROWS_BYTES // (8 * max(width, 1))))
+        room = CPU_ROWS_BYTES if self._device.type == "cpu" else ROWS_BYTES
+        return max(1, min(self._engine.records_at_once, room // (8 * max(width, 1))))
 
     def _probe(self, of_one: Contribution) -> tuple[int, ...]:
         """Learn the shape of contributions from a blank record, which is nobody's."""
