@@ -706,13 +706,12 @@ def summarise(ledger: Ledger) -> dict[str, Any]:
     entries = ledger.entries()
     finished = {entry["grant"] for entry in entries if entry["kind"] == "finished"}
     cap = ledger.cap()
-    delta = cap.delta if cap else 1e-5
     return {
         "ledger": str(ledger.path),
         "dataset": entries[0]["dataset"] if entries else None,
         "cap": _short(cap.epsilon) if cap else None,
-        "delta": delta,
-        "spent": _short(ledger.spent(delta)),
+        "delta": cap.delta if cap else 1e-5,
+        "spent": _short(ledger.spent()),
         "runs": [
             {
                 "time": entry["time"],

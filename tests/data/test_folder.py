@@ -244,6 +244,13 @@ def test_a_release_without_noise_says_it_is_not_private(tmp_path: Path) -> None:
         assert (picture.mode, picture.size) == ("RGB", (8, 6))
 
 
+def repriced(forged: Statement) -> Statement:
+    """A forger who can add up."""
+    return dataclasses.replace(
+        forged, epsilon=forged.recompute(), total_epsilon=forged.recompute_total()
+    )
+
+
 def test_a_release_in_two_stages(tmp_path: Path) -> None:
     hidden = dataclasses.replace(private_images((1, 4, 4)).public, counts=None)
     data = PrivateDataset(private_images((1, 4, 4))._records, hidden)
@@ -261,7 +268,8 @@ def test_a_release_in_two_stages(tmp_path: Path) -> None:
     found = verify(place, ledger=ledger, replan=replan)
     assert found.statement.stages == (1, 1)
     assert found.statement.accountant is Accountant.RDP
-    rewrite(place, dataclasses.replace(release.statement, stages=(2,)))
+    forged = dataclasses.replace(release.statement, stages=(2,))
+    rewrite(place, repriced(forged))
     with pytest.raises(Tampered, match=r"recipe\.json asks"):
         verify(place, replan=replan)
 
@@ -577,10 +585,7 @@ def test_events_and_epsilon_forged_together_do_not_follow_from_the_recipe(
     forged = dataclasses.replace(
         statement, events=(dataclasses.replace(statement.events[0], **change),)
     )
-    forged = dataclasses.replace(
-        forged, epsilon=forged.recompute(), total_epsilon=forged.recompute_total()
-    )
-    rewrite(copied, forged)
+    rewrite(copied, repriced(forged))
     assert verify(copied)  # consistent in itself
     with pytest.raises(Tampered, match=r"recipe\.json asks"):
         verify(copied, replan=replan)
@@ -590,10 +595,7 @@ def test_a_release_forged_throughout_meets_the_ledger(made: Made, copied: Path) 
     release, _, ledger = made
     event = dataclasses.replace(release.statement.events[0], noise_multiplier=9.0)
     forged = dataclasses.replace(release.statement, events=(event,))
-    forged = dataclasses.replace(
-        forged, epsilon=forged.recompute(), total_epsilon=forged.recompute_total()
-    )
-    rewrite(copied, forged)
+    rewrite(copied, repriced(forged))
     noise = {"noise_multiplier": 9.0}
     edit(copied, "recipe.json", lambda data: data["recipe"]["configuration"].update(noise))
     assert verify(copied, replan=replan)  # nothing inside shows it

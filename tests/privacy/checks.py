@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 import understudy.privacy.gate as gate_module
+import understudy.privacy.noise as noise_module
 from tests.fixtures import gate_for, little, private
-from understudy.errors import BadConfiguration, NotPlanned
+from understudy.errors import BadConfiguration, LedgerError, NotPlanned
 from understudy.privacy import Ledger, Plan, Query, Secret, Step
 from understudy.privacy.accounting import epsilon
 
@@ -213,6 +215,46 @@ def an_answer_is_drawn_once() -> None:
     )
 
 
+def answers_that_are_gone_are_not_drawn_again() -> None:
+    """An unfinished run whose journal is lost is refused, not answered with a second noise."""
+    data = little(8)
+    ledger = fresh_ledger()
+    query = whole(3.0)
+
+    class Died(Exception):
+        pass
+
+    with pytest.raises(Died), gate_for(data, Plan(Step(query, 3)), ledger=ledger) as gate:
+        gate.noisy_sum(query, flat)
+        raise Died
+    shutil.rmtree(ledger._runs)
+    with pytest.raises(LedgerError, match="answers it was given are gone"):
+        with gate_for(data, Plan(Step(query, 3)), ledger=ledger) as gate:
+            pytest.fail("the run was taken up, and would draw another noise on the same sum")
+    other = {"seed": 1}
+    with gate_for(data, Plan(Step(query, 3)), ledger=ledger, recipe=other) as gate:
+        gate.noisy_sum(query, flat)
+    assert len(ledger.grants()) == 2, "another seed is another run, and paid for"
+
+
+def noise_has_no_holes() -> None:
+    """Lengths that can come out lie closer than the grid, up to ten standard deviations.
+
+    Where they lie further apart, a rounded answer gives away which sums it can be made of. Neighbours are
+    compared where the uniform number behind a length changes by its last bit.
+    """
+    for deviations in (1.0, 4.0, 6.5, 7.0, 8.0, 10.0):
+        goal = math.exp(-(deviations**2) / 2)
+        high = math.floor(goal * 2.0**53) * 2.0**-53
+        low = math.floor((goal - high) * 2.0**106) * 2.0**-53
+        here = torch.tensor([[high, low], [high, low + 2.0**-53]], dtype=torch.float64)
+        length, next_one = noise_module.radius_of(here[:, 0], here[:, 1]).tolist()
+        assert abs(length - deviations) < 1e-6
+        assert abs(length - next_one) < 2.0**-28 / 100, f"a hole at {deviations} deviations"
+    longest = noise_module.radius_of(torch.zeros(1).double(), torch.zeros(1).double())
+    assert 12 < float(longest) < 12.5
+
+
 def one_record_touches_one_shard() -> None:
     """Perturb, remove or relabel one record: every other shard's state is the same bit for bit.
 
@@ -343,6 +385,32 @@ def the_sum_is_exact() -> None:
         assert torch.equal(reference, total(random.permutation(500), chunk))
 
 
+def a_row_is_the_same_whoever_else_is_there() -> None:
+    """One record more moves the exact sum by its own row, to the last bit, whatever its place.
+
+    Libraries choose the order of their additions by the size of a batch. Were the last chunk as
+    small as what is left over, everybody in it would have other last bits.
+    """
+    random = np.random.default_rng(5)
+    images = random.uniform(-1, 1, (40, 1, 4, 4)).astype(np.float32)
+    data = private(images, np.zeros(40, int), classes=2, counts=(40, 1))
+    query = whole(1.0, bound=100.0)
+    dense = torch.from_numpy(random.normal(size=(64, 16)).astype(np.float32))
+    filters = torch.from_numpy(random.normal(size=(8, 1, 3, 3)).astype(np.float32))
+
+    def contribution(image: Tensor, label: Tensor) -> Tensor:
+        return torch.cat([dense @ image.flatten(), torch.conv2d(image, filters).flatten()])
+
+    with gate_for(data, Plan(Step(query, 1)), chunk=16, ledger=fresh_ledger()) as gate:
+
+        def total(chosen: np.ndarray) -> Tensor:
+            return gate._clipped_sum(query, contribution, chosen)[0]
+
+        for present in range(1, 40):
+            before, after = total(np.arange(present)), total(np.arange(present + 1))
+            assert torch.equal(after - before, total(np.array([present]))), present
+
+
 def a_recorded_sum_counts_each_record_once() -> None:
     """What a GPU replays is the sum a CPU takes, bit for bit: nobody's rows, nor anybody's twice.
 
@@ -412,12 +480,15 @@ ALL = (
     the_plan_is_enforced,
     charge_comes_before_reading,
     an_answer_is_drawn_once,
+    answers_that_are_gone_are_not_drawn_again,
+    noise_has_no_holes,
     one_record_touches_one_shard,
     a_shard_costs_double,
     bare_records_cost_infinity,
     a_checkpoint_stands_for_its_answers,
     the_smallest_class_sets_the_price,
     the_sum_is_exact,
+    a_row_is_the_same_whoever_else_is_there,
     a_recorded_sum_counts_each_record_once,
     what_is_seen_is_journalled,
 )

@@ -211,16 +211,47 @@ def test_an_impossible_budget_is_refused() -> None:
         calibrate(lambda z: event(0.0), Budget(1.0))
 
 
-def test_the_filter_over_runs_is_renyi_and_never_below_pld() -> None:
+def test_the_filter_over_runs_pays_for_the_choice_of_the_order() -> None:
     from understudy.privacy.ledger import total_epsilon
 
     runs = [event(4.0, 20), event(6.0, 30, 0.1)]
-    together = total_epsilon(
-        runs, [Accountant.PLD] * 2, DELTA, adjacency=Adjacency.ADD_OR_REMOVE, labels_fixed=False
-    )
     both = (*runs[0], *runs[1])
-    assert together == epsilon(both, DELTA, accountant=Accountant.RDP)
-    assert together >= epsilon(both, DELTA)
+    best = epsilon(both, DELTA, accountant=Accountant.RDP)
+    for cap in (Budget(0.5, DELTA), Budget(5.0, DELTA), Budget(math.inf, DELTA)):
+        together = total_epsilon(
+            runs, [Accountant.PLD] * 2, cap, adjacency=Adjacency.ADD_OR_REMOVE, labels_fixed=False
+        )
+        assert together == epsilon(both, DELTA, accountant=Accountant.RDP, filtered=cap)
+        assert best < together < 1.5 * best
+        assert best > epsilon(both, DELTA)
+
+
+def test_the_shares_of_delta_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from understudy.privacy import accounting
+
+    shares = []
+
+    def spy(orders: np.ndarray, rdp: np.ndarray, delta: float) -> tuple[float, float]:
+        shares.append(delta * len(orders))
+        return 1.0, 2.0
+
+    orders = np.array(accounting.ORDERS)
+    for cap in (Budget(0.3, DELTA), Budget(3.0, DELTA), Budget(math.inf, DELTA)):
+        accounting.favourite(cap)
+        with monkeypatch.context() as patch:
+            patch.setattr(accounting, "compute_epsilon", spy)
+            accounting._filter_epsilon(orders, orders, DELTA, cap)
+        assert sum(shares) == pytest.approx(DELTA)
+        shares.clear()
+
+
+@pytest.mark.parametrize("cap", [0.1, 1.0, 3.0, 10.0])
+def test_a_gaussian_that_spends_the_cap_pays_little_for_the_filter(cap: float) -> None:
+    budget = Budget(cap, DELTA)
+    noise = calibrate(event, budget, accountant=Accountant.RDP)
+    plain = epsilon(event(noise), DELTA, accountant=Accountant.RDP)
+    filtered = epsilon(event(noise), DELTA, accountant=Accountant.RDP, filtered=budget)
+    assert plain < filtered < 1.01 * plain
 
 
 def test_renyi_orders_are_sorted_and_large_enough_for_celeba() -> None:

@@ -69,7 +69,7 @@ def test_runs_add_up_by_the_renyi_filter(tmp_path: Path) -> None:
     assert ledger.spent() == total_epsilon(
         [plan(20.0), plan(20.0)],
         [Accountant.PLD] * 2,
-        1e-5,
+        Budget(3.0),
         adjacency=Adjacency.ADD_OR_REMOVE,
         labels_fixed=False,
     )
@@ -218,14 +218,13 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def never_short(self) -> None:
         if hasattr(self, "ledger"):
-            assert self.ledger.spent(1e-5) == pytest.approx(self.price(self.granted))
+            assert self.ledger.spent() == pytest.approx(self.price(self.granted))
 
-    @staticmethod
-    def price(groups: list[tuple[Event, ...]]) -> float:
+    def price(self, groups: list[tuple[Event, ...]]) -> float:
         return total_epsilon(
             groups,
             [Accountant.PLD] * len(groups),
-            1e-5,
+            Budget(self.cap),
             adjacency=Adjacency.ADD_OR_REMOVE,
             labels_fixed=False,
         )

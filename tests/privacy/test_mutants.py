@@ -73,6 +73,20 @@ def noise_redrawn_on_reuse(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ledger.Journal, "read", lambda self, turn: None)
 
 
+def journal_made_anew(patch: pytest.MonkeyPatch) -> None:
+    """A run whose answers were deleted is taken up all the same."""
+    patch.setattr(ledger.Ledger, "_taken_up", ledger.Ledger._take_run)
+
+
+def radii_of_53_bits(patch: pytest.MonkeyPatch) -> None:
+    """The textbook's: one uniform number of 53 bits for a length."""
+    patch.setattr(noise, "radius_of", lambda high, low: torch.log(high + 2.0**-53).mul(-2).sqrt())
+
+
+def chunks_as_small_as_what_is_left(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(gate, "_filled", lambda rows, room: rows)
+
+
 def one_query_too_many(patch: pytest.MonkeyPatch) -> None:
     """PSG's code: one run more than was paid for."""
     real = gate.Gate._take
@@ -245,6 +259,9 @@ MUTANTS: tuple[tuple[Break, Callable[[], None]], ...] = (
     (noise_from_a_public_seed, checks.noise_is_secret),
     (noise_shared_by_queries, checks.noise_is_secret),
     (noise_redrawn_on_reuse, checks.an_answer_is_drawn_once),
+    (journal_made_anew, checks.answers_that_are_gone_are_not_drawn_again),
+    (radii_of_53_bits, checks.noise_has_no_holes),
+    (chunks_as_small_as_what_is_left, checks.a_row_is_the_same_whoever_else_is_there),
     (one_query_too_many, checks.the_plan_is_enforced),
     (another_query_than_planned, checks.the_plan_is_enforced),
     (fixed_batches, checks.inclusion_is_independent),

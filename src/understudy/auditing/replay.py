@@ -16,6 +16,7 @@ for noise that is too small. Public audit records only.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import time
@@ -197,7 +198,11 @@ def replay(
     """Run once, and once more with each neighbour's canary there (or exchanged), told the same.
 
     After ``seconds`` no further neighbour is begun; a quarter of them, and the transcript is cut.
+    All records fit one chunk here, so that whatever a gate does to a chunk, the canary is in it.
     """
+    everybody = len(scene.labels) + max(len(canary.candidates[1]) for canary in neighbours)
+    chunk = max(everybody, scene.engine.records_at_once)
+    scene = dataclasses.replace(scene, engine=dataclasses.replace(scene.engine, chunk=chunk))
     key, until = _OneKey(), time.monotonic() + seconds
     known, firsts = len(scene.labels), np.unique(scene.labels, return_index=True)[1]
 

@@ -40,7 +40,7 @@ from understudy.errors import (
 )
 from understudy.privacy.accounting import Accountant
 from understudy.privacy.events import Event
-from understudy.privacy.ledger import Ledger, digest
+from understudy.privacy.ledger import Ledger, cap_in, digest
 from understudy.privacy.public import Public
 from understudy.privacy.statement import Statement, assumptions_about, show_number
 
@@ -290,6 +290,9 @@ def _check_ledger(
     own, last = statement.events[: -statement.stages[-1]], statement.events[-statement.stages[-1] :]
     if line["events"] != [event.to_json() for event in last]:
         raise Tampered(f"{STATEMENT} records other events than its line in {ledger.path}.")
+    for key, found in (("budget", line["budget"]), ("cap", cap_in(entries, line).to_json())):
+        if getattr(statement, key).to_json() != found:
+            raise Tampered(f"{STATEMENT} tells another {key} than {ledger.path}.")
     identity = {
         "by": line["by"],
         "recipe": recipe,

@@ -122,6 +122,7 @@ class Mechanism(abc.ABC):
             adjacency=public.adjacency,
             accountant=Accountant.RDP if earlier else Accountant.PLD,
             labels_fixed=public.labels == "public",
+            filtered=budget if earlier else None,
             start=max(self.noise_multiplier, 0.1),
         )
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)

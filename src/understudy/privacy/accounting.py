@@ -17,8 +17,9 @@ import enum
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from dp_accounting import dp_event
@@ -36,6 +37,9 @@ ORDERS: tuple[float, ...] = (
     *(float(order) for order in (72, 80, 96, 112, 128, 160, 192, 256, 384, 512, 768, 1024)),
 )
 
+FAVOURED = 0.9
+"""Share of delta that a filter gives to the order that serves its cap best; the others share the
+rest."""
 
 MESH = 1e-4
 """Width of the privacy loss mesh; dp_accounting's own default."""
@@ -68,6 +72,15 @@ class Budget:
     def __str__(self) -> str:
         return f"epsilon {self.epsilon:g} at delta {self.delta:g}"
 
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values: JSON has no number for infinity."""
+        return {"epsilon": "inf" if math.isinf(self.epsilon) else self.epsilon, "delta": self.delta}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Budget:
+        """Rebuild from :meth:`to_json`."""
+        return cls(float(data["epsilon"]), float(data["delta"]))
+
 
 def epsilon(
     events: Sequence[Event],
@@ -76,14 +89,35 @@ def epsilon(
     adjacency: Adjacency = Adjacency.ADD_OR_REMOVE,
     accountant: Accountant = Accountant.PLD,
     labels_fixed: bool = False,
+    filtered: Budget | None = None,
 ) -> float:
     """Return the epsilon of all events together. ``inf`` where any of them has no noise.
 
     ``labels_fixed`` says that a replacement keeps the record's label (public labels).
+    ``filtered`` adds up as a privacy filter with that cap does: for events whose parameters were
+    chosen after looking at earlier answers, by Renyi accounting.
     """
     return _epsilon(
-        tuple(events), delta, Adjacency(adjacency), Accountant(accountant), labels_fixed
+        tuple(events), delta, Adjacency(adjacency), Accountant(accountant), labels_fixed, filtered
     )
+
+
+@functools.lru_cache(maxsize=256)
+def favourite(cap: Budget) -> float | None:
+    """Return the Renyi order that serves a Gaussian mechanism best whose price is the cap."""
+    if math.isinf(cap.epsilon):
+        return None
+    orders = np.array(ORDERS)
+
+    def priced(stddev: float) -> tuple[float, float]:
+        price, best = compute_epsilon(orders, orders / (2 * stddev**2), cap.delta)
+        return float(price), float(best)
+
+    low, high = 1e-3, 1e6  # far too little noise, and far too much
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if priced(middle)[0] <= cap.epsilon else (middle, high)
+    return priced(high)[1]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -93,6 +127,7 @@ def _epsilon(
     adjacency: Adjacency,
     accountant: Accountant,
     labels_fixed: bool,
+    filtered: Budget | None,
 ) -> float:
     if not events:
         return 0.0
@@ -104,10 +139,12 @@ def _epsilon(
         and any(event.per_class and event.sampling_rate is not None for event in events)
     )
     if two_classes_move:
-        return _group_of_two(events, delta, accountant)
+        return _group_of_two(events, delta, accountant, filtered)
     if accountant is Accountant.PLD:
         return _pld_epsilon(events, delta, adjacency)
     orders, rdp = _rdp(events, adjacency)
+    if accountant is Accountant.RDP and filtered is not None:
+        return _filter_epsilon(orders, rdp, delta, filtered)
     if accountant is Accountant.RDP:
         return float(max(0.0, compute_epsilon(orders, rdp, delta)[0]))
     return float(max(0.0, np.min(rdp + math.log(1 / delta) / (orders - 1))))
@@ -154,6 +191,22 @@ def _rdp(events: Sequence[Event], adjacency: Adjacency) -> tuple[np.ndarray, np.
     return orders, total
 
 
+def _filter_epsilon(orders: np.ndarray, rdp: np.ndarray, delta: float, cap: Budget) -> float:
+    """Convert Renyi divergences of adaptively chosen events.
+
+    A Renyi filter is proven for an order fixed beforehand (Feldman and Zrnic 2021, Theorem 4.3).
+    Which of many orders turns out best depends on the answers, so each has a share of delta of its
+    own, fixed by the cap alone, and the shares add up to delta (docs/guarantee.md, "Many runs").
+    """
+    best = orders == favourite(cap)
+    if not best.any():
+        return float(max(0.0, compute_epsilon(orders, rdp, delta / len(orders))[0]))
+    rest = delta * (1 - FAVOURED) / (len(orders) - 1)
+    ours = compute_epsilon(orders[best], rdp[best], delta * FAVOURED)[0]
+    others = compute_epsilon(orders[~best], rdp[~best], rest)[0]
+    return float(max(0.0, min(ours, others)))
+
+
 @functools.lru_cache(maxsize=4096)
 def _event_rdp(event: dp_event.DpEvent, orders: tuple[float, ...]) -> np.ndarray:
     accountant = RdpAccountant(orders)
@@ -177,7 +230,9 @@ def _remark_on_orders(record: logging.LogRecord) -> bool:
     return "Excluding this order" not in str(record.msg)
 
 
-def _group_of_two(events: tuple[Event, ...], delta: float, accountant: Accountant) -> float:
+def _group_of_two(
+    events: tuple[Event, ...], delta: float, accountant: Accountant, filtered: Budget | None
+) -> float:
     """Price a replacement as a removal and an addition.
 
     An (e, d) guarantee for one added or removed record gives (2e, (1 + exp(e)) d) for two. We
@@ -185,7 +240,7 @@ def _group_of_two(events: tuple[Event, ...], delta: float, accountant: Accountan
     """
 
     def single(small: float) -> float:
-        return _epsilon(events, small, Adjacency.ADD_OR_REMOVE, accountant, False)
+        return _epsilon(events, small, Adjacency.ADD_OR_REMOVE, accountant, False, filtered)
 
     small = delta / 2
     for _ in range(30):
@@ -205,6 +260,7 @@ def calibrate(
     adjacency: Adjacency = Adjacency.ADD_OR_REMOVE,
     accountant: Accountant = Accountant.PLD,
     labels_fixed: bool = False,
+    filtered: Budget | None = None,
     start: float = 1.0,
     increasing: bool = False,
     integer: bool = False,
@@ -227,6 +283,7 @@ def calibrate(
             adjacency=adjacency,
             accountant=by,
             labels_fixed=labels_fixed,
+            filtered=filtered,
         )
 
     rough = Accountant.RDP if accountant is Accountant.PLD else accountant

@@ -7,7 +7,8 @@ Every answer is ``sum over included records of clip(contribution(record)) + nois
 1. the query must be in the plan, and not asked more often than planned;
 2. records are included by a secret coin each (Poisson), or all of them;
 3. the contribution is a function of ONE record, vectorised here with ``torch.func.vmap``, so one
-   record cannot see another; a row that is not finite counts as zero;
+   record cannot see another; chunks have a public number of rows, blank ones at the end, so not
+   even rounding depends on how many others there are; a row that is not finite counts as zero;
 4. each row is clipped to the query's bound in L2, unconditionally, and truncated towards zero
    onto a public grid, so that the float64 sum is exact in any order and on any device;
 5. Gaussian noise is added once, from a secret source, on the same grid;
@@ -480,6 +481,12 @@ def _numbers(images: Tensor) -> Tensor:
     return images.float().div_(127.5).sub_(1.0) if images.dtype == torch.uint8 else images
 
 
+def _filled(rows: Tensor, room: int) -> Tensor:
+    """Add blank rows until there are so many."""
+    missing = room - len(rows)
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
 def recordable(device: torch.device) -> bool:
     """Tell whether work can be recorded there and replayed."""
     return device.type == "cuda"
@@ -523,16 +530,30 @@ class _ClippedSum:
             self._replayed(total, contribution, state, load, chosen, width)
         else:
             vectorised = torch.func.vmap(of_one, randomness="error")
-            chunk = self._chunk(width)
-            for first in range(0, len(chosen), chunk):
-                images, labels = load(chosen[first : first + chunk])
-                self._add(total, vectorised(_numbers(images), labels), labels)
+            room = self._chunk(width)
+            for first in range(0, len(chosen), room):
+                images, labels = load(chosen[first : first + room])
+                rows = vectorised(_numbers(_filled(images, room)), _filled(labels, room))
+                self._add(total, rows[: len(labels)], labels)
         return total * step, ((self._groups, *shape) if query.per_class else shape), step
 
     def _chunk(self, width: int) -> int:
-        """Return how many records are worked on at a time."""
-        room = CPU_ROWS_BYTES if self._device.type == "cpu" else ROWS_BYTES
-        return max(1, min(self._engine.records_at_once, room // (8 * max(width, 1))))
+        """Return how many rows every chunk has, those that stand for nobody included.
+
+        A public number: were a chunk as small as what is left over, one record more or less
+        would change its size, and with it the last bits of everybody's rows in it. On a GPU a
+        batch is mostly one chunk, on a CPU four, so that little is computed for nobody.
+        """
+        bytes_at_most = CPU_ROWS_BYTES if self._device.type == "cpu" else ROWS_BYTES
+        most = bytes_at_most // (8 * max(width, 1))
+        most = max(1, min(self._engine.records_at_once, most))
+        if self._engine.chunk is not None:
+            return most
+        if self._device.type == "cpu":
+            return min(most, 8 * math.ceil(self._expected / 32) or most)
+        hardly_more = self._expected + 6 * math.sqrt(self._expected) + 1
+        hardly_more = 64 * math.ceil(hardly_more / 64)
+        return math.ceil(hardly_more / math.ceil(hardly_more / most))
 
     def _probe(self, of_one: Contribution) -> tuple[int, ...]:
         """Learn the shape of contributions from a blank record, which is nobody's."""
@@ -572,8 +593,7 @@ class _ClippedSum:
         width: int,
     ) -> None:
         """Add the chosen records' rows to a total by replaying the recording."""
-        most = self._expected_most()
-        room = math.ceil(most / math.ceil(most / self._chunk(width)))
+        room = self._chunk(width)
         for first in range(0, len(chosen), room):
             images, labels = load(chosen[first : first + room])
             if self._recorded is None or self._recorded[0] != contribution:
@@ -591,13 +611,13 @@ class _ClippedSum:
         vectorised = torch.func.vmap(functools.partial(contribution, at.state), randomness="error")
         self._add(at.total, vectorised(_numbers(at.images), at.labels), at.labels, at.real)
 
-    def _expected_most(self) -> int:
-        """Return a number of records a batch hardly ever exceeds: then it takes one more chunk."""
-        expected = sum(
-            rate * size
-            for rate, size in zip(self._query.rates(self._public), self._public.sizes, strict=True)
-        )
-        return 64 * math.ceil((expected + 6 * math.sqrt(expected) + 1) / 64)
+    @functools.cached_property
+    def _expected(self) -> float:
+        """Return how many records a batch is expected to hold."""
+        if self._public.counts is None:
+            return 0.0
+        rates = self._query.rates(self._public)
+        return sum(rate * size for rate, size in zip(rates, self._public.sizes, strict=True))
 
 
 class _Recorded:

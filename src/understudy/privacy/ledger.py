@@ -11,8 +11,8 @@ tail of the file on one's own machine. See docs/sharp-edges.md.
 
 Adding up (docs/guarantee.md, "Many runs"): one run has parameters fixed before its first answer,
 so its own accountant prices it. From the second run on, parameters may have been chosen after
-looking at earlier answers; the total is then the Renyi privacy filter of Feldman and Zrnic 2021
-(and Lecuyer 2021), valid under full adaptivity.
+looking at earlier answers; the total is then that of the Renyi privacy filter of Feldman and Zrnic
+2021, with a share of delta for each order. What a filter guarantees under full adaptivity is the cap.
 """
 
 from __future__ import annotations
@@ -173,6 +173,8 @@ class Grant:
     fingerprint: str
     earlier: tuple[Mapping[str, Any], ...]
     """The ledger's earlier grants: who, when and which events."""
+    cap: Budget
+    """The most all runs together may spend, as it stood when this one was reserved."""
     journal: Journal
     pid: int
 
@@ -239,16 +241,14 @@ class Ledger:
     def cap(self) -> Budget | None:
         """Return the cap in force."""
         entries = self.entries()
-        return _cap(entries) if entries else self._first_cap
+        return cap_in(entries) if entries else self._first_cap
 
-    def spent(self, delta: float | None = None) -> float:
-        """Return the epsilon of everything ever reserved."""
+    def spent(self) -> float:
+        """Return the epsilon of everything ever reserved, at the cap's delta."""
         entries = self.entries()
         if not entries:
             return 0.0
-        groups, accountants = _granted(entries)
-        delta = delta or _cap(entries).delta
-        return total_epsilon(groups, accountants, delta, **_terms(entries[0]))
+        return total_epsilon(*_granted(entries), cap_in(entries), **_terms(entries[0]))
 
     # Writing
 
@@ -257,7 +257,7 @@ class Ledger:
         with self._locked() as entries:
             if not entries:
                 raise LedgerError(f"Ledger {self.path} has no entries yet.")
-            self._append(entries, {"kind": "cap", "by": by, "cap": _write_budget(cap)})
+            self._append(entries, {"kind": "cap", "by": by, "cap": cap.to_json()})
 
     @contextlib.contextmanager
     def reserve(
@@ -288,7 +288,7 @@ class Ledger:
             }
         )
         with contextlib.ExitStack() as stack:
-            entry, earlier = self._enter(
+            entry, earlier, cap = self._enter(
                 stack, tuple(events), by, identity, public, budget, name, accountant, replayable
             )
             folder = self._runs / entry["grant"]
@@ -301,6 +301,7 @@ class Ledger:
                 line=entry["hash"],
                 fingerprint=name,
                 earlier=tuple(earlier),
+                cap=cap,
                 journal=Journal(folder),
                 pid=os.getpid(),
             )
@@ -319,7 +320,7 @@ class Ledger:
         fingerprint: str,
         accountant: Accountant,
         replayable: bool,
-    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    ) -> tuple[dict[str, Any], list[dict[str, Any]], Budget]:
         """Find an unfinished grant to take up, or reserve a new one. Holds the run's lock."""
         with self._locked() as entries:
             if not entries:
@@ -333,7 +334,7 @@ class Ledger:
                             "adjacency": public.adjacency.value,
                             "unit": public.unit,
                             "labels": public.labels,
-                            "cap": _write_budget(self._first_cap or budget),
+                            "cap": (self._first_cap or budget).to_json(),
                         },
                     )
                 )
@@ -342,8 +343,9 @@ class Ledger:
             done = {entry["grant"] for entry in entries if entry["kind"] == "finished"}
             for entry in reserved if replayable else []:
                 open_still = entry["identity"] == identity and entry["grant"] not in done
-                if open_still and self._take_run(stack, entry["grant"]):
-                    return entry, [e for e in reserved if e["seq"] < entry["seq"]]
+                if open_still and self._taken_up(stack, entry["grant"]):
+                    before = [e for e in reserved if e["seq"] < entry["seq"]]
+                    return entry, before, cap_in(entries, until=entry)
             self._refuse_overspending(entries, events, public, accountant, by)
             entry = {
                 "kind": "reserved",
@@ -351,12 +353,12 @@ class Ledger:
                 "by": by,
                 "identity": identity,
                 "accountant": accountant.value,
-                "budget": _write_budget(budget),
+                "budget": budget.to_json(),
                 "events": [event.to_json() for event in events],
             }
             if not self._take_run(stack, entry["grant"]):
                 raise LedgerError("A new run's folder is already locked.")
-            return self._append(entries, entry), reserved
+            return self._append(entries, entry), reserved, cap_in(entries)
 
     def _refuse_overspending(
         self,
@@ -366,15 +368,15 @@ class Ledger:
         accountant: Accountant,
         by: str,
     ) -> None:
-        cap = _cap(entries)
+        cap = cap_in(entries)
         groups, accountants = _granted(entries)
         terms = _terms(entries[0])
-        total = total_epsilon([*groups, events], [*accountants, accountant], cap.delta, **terms)
+        total = total_epsilon([*groups, events], [*accountants, accountant], cap, **terms)
         # The calibration stops within its budget; the slack only forgives the last bit.
         if total <= cap.epsilon * (1 + 1e-9):
             return
         asked = epsilon(events, cap.delta, accountant=accountant, **terms)
-        before = total_epsilon(groups, accountants, cap.delta, **terms)
+        before = total_epsilon(groups, accountants, cap, **terms)
         left = max(0.0, cap.epsilon - before)
         raise BudgetExceeded(
             f"{by} asks for epsilon {asked:.4g} at delta {cap.delta:g} "
@@ -416,7 +418,7 @@ class Ledger:
             factor *= 1.25
             noisy = scaled(factor)
             if (
-                total_epsilon([*groups, noisy], [*accountants, accountant], cap.delta, **terms)
+                total_epsilon([*groups, noisy], [*accountants, accountant], cap, **terms)
                 <= cap.epsilon
             ):
                 break
@@ -448,10 +450,25 @@ class Ledger:
                     f"the same."
                 )
 
+    def _taken_up(self, stack: contextlib.ExitStack, grant: str) -> bool:
+        """Take up an unfinished run, unless it is alive. Without its answers it cannot be."""
+        folder = self._runs / grant
+        if not folder.is_dir():
+            raise LedgerError(
+                f"This run was begun before (grant {grant}), and the answers it was given are gone "
+                f"from {folder}. To ask again would put a second noise on sums that were answered. "
+                "Restore the folder from a backup, or change the seed: that is a new run, and is "
+                "paid for."
+            )
+        return self._take_run(stack, grant)
+
     def _take_run(self, stack: contextlib.ExitStack, grant: str) -> bool:
         """Lock a run's folder for as long as it lives. False where another process holds it."""
         folder = self._runs / grant
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            for made in (folder, *folder.parents[:2]):
+                sync_folder(made)
         lock = FileLock(str(folder / "alive.lock"))
         try:
             lock.acquire(timeout=0)
@@ -504,26 +521,27 @@ class Ledger:
 def total_epsilon(
     groups: Sequence[tuple[Event, ...]],
     accountants: Sequence[Accountant],
-    delta: float,
+    cap: Budget,
     *,
     adjacency: Adjacency,
     labels_fixed: bool,
 ) -> float:
-    """Add up runs: one by its own accountant, several by the Renyi filter."""
+    """Add up runs at the cap's delta: one by its own accountant, several by the Renyi filter."""
     if len(groups) == 1:
         return epsilon(
             groups[0],
-            delta,
+            cap.delta,
             adjacency=adjacency,
             accountant=accountants[0],
             labels_fixed=labels_fixed,
         )
     return epsilon(
         tuple(event for group in groups for event in group),
-        delta,
+        cap.delta,
         adjacency=adjacency,
         accountant=Accountant.RDP,
         labels_fixed=labels_fixed,
+        filtered=cap,
     )
 
 
@@ -534,9 +552,12 @@ def _terms(created: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _cap(entries: Sequence[Mapping[str, Any]]) -> Budget:
-    """Return the cap in force: the newest line that sets one."""
-    return _budget([entry for entry in entries if entry["kind"] in ("created", "cap")][-1]["cap"])
+def cap_in(entries: Sequence[Mapping[str, Any]], until: Mapping[str, Any] | None = None) -> Budget:
+    """Return the cap in force at the end of a ledger's lines, or when one of them was written."""
+    if until is not None:
+        entries = entries[: until["seq"]]
+    setting = [entry for entry in entries if entry["kind"] in ("created", "cap")]
+    return Budget.from_json(setting[-1]["cap"])
 
 
 def _granted(
@@ -549,14 +570,3 @@ def _granted(
 
 def _events(entry: Mapping[str, Any]) -> tuple[Event, ...]:
     return tuple(Event.from_json(event) for event in entry["events"])
-
-
-def _write_budget(budget: Budget) -> dict[str, Any]:
-    return {
-        "epsilon": "inf" if math.isinf(budget.epsilon) else budget.epsilon,
-        "delta": budget.delta,
-    }
-
-
-def _budget(data: Mapping[str, Any]) -> Budget:
-    return Budget(float(data["epsilon"]), float(data["delta"]))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from understudy.privacy.accounting import Accountant, epsilon
+from understudy.privacy.accounting import Accountant, Budget, epsilon
 from understudy.privacy.events import Event
 from understudy.privacy.ledger import total_epsilon
 from understudy.privacy.public import Adjacency, Public
@@ -39,7 +40,11 @@ class Statement:
     earlier: tuple[Mapping[str, Any], ...]
     """Other runs on the same records before this one: by, time, events, accountant."""
     total_epsilon: float
-    """Everything together, this release included, at the same delta."""
+    """What everything together adds up to, this release included, at the cap's delta."""
+    budget: Budget
+    """What this run was allowed to spend."""
+    cap: Budget
+    """What all runs on these records together are allowed to spend."""
     assumptions: tuple[str, ...]
     departures: tuple[str, ...]
     secret_known: bool
@@ -85,6 +90,8 @@ class Statement:
             stages=tuple(len(stage.events) for stage in stages),
             earlier=earlier,
             total_epsilon=0.0,
+            budget=grant.budget,
+            cap=grant.cap,
             assumptions=(*assumptions_about(public), *assumptions),
             departures=departures,
             secret_known=secret_known,
@@ -110,19 +117,21 @@ class Statement:
             adjacency=self.adjacency,
             accountant=accountant or self.accountant,
             labels_fixed=self.labels == "public",
+            filtered=self.budget if len(self.stages) > 1 else None,
         )
 
     def recompute_total(self) -> float:
         """Price everything released from these records again."""
-        groups: list[tuple[Event, ...]] = []
-        accountants: list[Accountant] = []
-        for run in self.earlier:
-            groups.append(tuple(Event.from_json(event) for event in run["events"]))
-            accountants.append(Accountant(run["accountant"]))
+        runs = [tuple(Event.from_json(event) for event in run["events"]) for run in self.earlier]
+        events = iter(self.events)
+        own = [tuple(itertools.islice(events, count)) for count in self.stages]
         return total_epsilon(
-            [*groups, self.events],
-            [*accountants, self.accountant],
-            self.delta,
+            [*runs, *own],
+            [
+                *(Accountant(run["accountant"]) for run in self.earlier),
+                *(self.accountant for _ in own),
+            ],
+            self.cap,
             adjacency=self.adjacency,
             labels_fixed=self.labels == "public",
         )
@@ -146,9 +155,10 @@ class Statement:
                 "NOT PRIVATE. At least one answer was given without noise, so epsilon is "
                 "infinite and no guarantee holds. Use it for comparison only; do not share it."
             )
+        other = "any other of its class" if self.labels == "public" else "any other"
         neighbours = {
             Adjacency.ADD_OR_REMOVE: f"with or without {self.unit} of the data",
-            Adjacency.REPLACE: f"with {self.unit} of the data exchanged for any other",
+            Adjacency.REPLACE: f"with {self.unit} of the data exchanged for {other}",
         }[self.adjacency]
         asked = sum(event.times for event in self.events)
         text = (
@@ -158,17 +168,34 @@ class Statement:
             f"{self.delta:g}, {neighbours}. It was made from {asked} noisy "
             f"{'answer' if asked == 1 else 'answers'} about the records; each "
             "record's part in an answer was bounded before secret Gaussian noise was added, and "
-            "nothing else about the records was used. Anything computed from this release, for "
+            "beyond the facts listed below as public nothing else about the records was used. Anything computed from this release, for "
             "ever, is covered by the same guarantee."
         )
         if self.earlier:
             runs = len(self.earlier)
             text += (
-                f" The same records were used in {runs} earlier "
-                f"{'run' if runs == 1 else 'runs'}; all together, this one included, the "
-                f"guarantee is ({self.total_epsilon:.4g}, {self.delta:g})."
+                f" The same records were used in {runs} earlier {'run' if runs == 1 else 'runs'}"
             )
+            text += f"; {self._together()}"
         return text
+
+    def _together(self) -> str:
+        """Say what is guaranteed of all runs on these records."""
+        if math.isinf(self.total_epsilon):
+            return (
+                "some answers were given without noise there, so nothing is guaranteed of all "
+                "together."
+            )
+        together = (
+            "all together, this one included, their price adds up to epsilon "
+            f"{self.total_epsilon:.4g} at delta {self.cap.delta:g}."
+        )
+        if math.isinf(self.cap.epsilon):
+            return f"{together} Their ledger sets no limit, so more may follow."
+        return (
+            f"{together} Their ledger lets them spend {self.cap.epsilon:.4g} at most: that is what "
+            "is guaranteed of all together, however later runs were chosen."
+        )
 
     def markdown(self) -> str:
         """Write STATEMENT.md. A function of :meth:`to_json` alone, so it can be checked."""
@@ -176,6 +203,7 @@ class Statement:
             ("epsilon", show_number(self.epsilon)),
             ("delta", f"{self.delta:g}"),
             ("epsilon of everything from these records", show_number(self.total_epsilon)),
+            ("the most that everything may spend", show_budget(self.cap)),
             ("accountant", _ACCOUNTANTS[self.accountant]),
             ("adjacency", self.adjacency.value),
             ("unit", self.unit),
@@ -217,6 +245,8 @@ class Statement:
             format=FORMAT,
             epsilon=_plain(self.epsilon),
             total_epsilon=_plain(self.total_epsilon),
+            budget=self.budget.to_json(),
+            cap=self.cap.to_json(),
             accountant=self.accountant.value,
             adjacency=self.adjacency.value,
             events=[event.to_json() for event in self.events],
@@ -237,6 +267,8 @@ class Statement:
         fields.update(
             epsilon=float(data["epsilon"]),
             total_epsilon=float(data["total_epsilon"]),
+            budget=Budget.from_json(data["budget"]),
+            cap=Budget.from_json(data["cap"]),
             accountant=Accountant(data["accountant"]),
             adjacency=Adjacency(data["adjacency"]),
             events=tuple(Event.from_json(event) for event in data["events"]),
@@ -257,7 +289,7 @@ def assumptions_about(public: Public) -> tuple[str, ...]:
     """Say what the guarantee takes for granted about the data."""
     lines = [
         f"The unit of protection is {public.unit}. Somebody who appears in k records is protected "
-        "less: roughly k times epsilon.",
+        "less: at k times epsilon, delta grows by (e^(k epsilon) - 1) / (e^epsilon - 1).",
         "The names of the classes, the shape of a record and its preparation are public"
         + (f": {'; '.join(public.preparation)}." if public.preparation else "."),
     ]
@@ -301,6 +333,11 @@ def _factor(epsilon: float) -> str:
 def show_number(value: float) -> str:
     """Write a number, or that it is infinite."""
     return "infinite (not private)" if math.isinf(value) else f"{value:.6g}"
+
+
+def show_budget(budget: Budget) -> str:
+    """Write a budget, or that there is none."""
+    return "no limit" if math.isinf(budget.epsilon) else str(budget)
 
 
 def _plain(value: float) -> float | str:
