@@ -21,6 +21,7 @@ from understudy.data.datasets import DATASETS, load_heldout, open_data, open_hel
 from understudy.data.folder import check_free, load, save
 from understudy.data.heldout import HeldOut
 from understudy.data.pictures import contact_sheet, draw_pictures, png
+from understudy.data.readers import name_of
 from understudy.data.synthetic import SyntheticSet
 from understudy.data.verify import Verification
 from understudy.data.verify import verify as verify_folder
@@ -686,7 +687,7 @@ def audit_release(
     kind = mechanism_named(release.recipe["method"])
     result = run_audit(
         kind.configured(release.recipe["configuration"]),
-        AuditPool.of(heldout.images, heldout.labels, public=public, name=source),
+        AuditPool.of(heldout.images, heldout.labels, public=public, name=name_of(source)),
         runs=runs,
         delta=statement.delta,
         quick=quick,
