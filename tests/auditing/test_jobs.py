@@ -72,7 +72,7 @@ def test_an_audit_names_the_records_that_were_attacked_with(
     result = jobs.audit_release(folder, str(lent), quick=True, runs=8)
     assert result.pool == "lent" and "on 'lent'" in str(result)
     page = jobs.report([folder]).read_text()
-    assert "public records (lent)" in page and "at home" not in page
+    assert "public or test records (lent)" in page and "at home" not in page
 
 
 def test_what_claims_nothing_is_not_audited(data: PrivateDataset, tmp_path: Path) -> None:

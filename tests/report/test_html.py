@@ -158,6 +158,9 @@ def test_what_is_said_is_there(request: pytest.FixtureRequest, entry: Entry) -> 
         "Fréchet distance (not FID)",
         "real against real",
         "prove that epsilon is at least 0.25",
+        "were held out (digits of another school)",
+        "Not covered by the guarantee is what this page says of real records: Accuracy was",
+        "Not all of its figures are covered by a guarantee",
         "Gaussian noise",
         "95 % interval",
         "unknown: one seed",
@@ -168,6 +171,12 @@ def test_what_is_said_is_there(request: pytest.FixtureRequest, entry: Entry) -> 
     ):
         assert words in told, words
     assert "NOT PRIVATE" not in told
+
+
+def test_a_page_of_the_release_alone_says_so(request: pytest.FixtureRequest) -> None:
+    text = rendered(request, "open_entry")
+    assert "never from the private records" in text
+    assert "Not covered by the guarantee" not in text
 
 
 def test_a_release_without_noise_is_loud(request: pytest.FixtureRequest) -> None:

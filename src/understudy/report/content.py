@@ -1,7 +1,8 @@
 """Gather what a report says, once, as plain values; HTML, Markdown and JSON only render it.
 
-Everything here is post-processing of releases that are already private: nothing reads a private
-record, so a report may be shared with the release it describes.
+What is said of a release is post-processing of what is already private: nothing here reads a
+private record. Figures measured beforehand on real records are shown as well, where they lie beside
+the release; ``Section.uncovered`` names them, because no guarantee covers them.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class Entry:
     scores: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     ceilings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fidelity: Mapping[str, Any] | None = None
+    test: str = ""
+    """What the real records are called that scores, ceilings and fidelity were measured on."""
     audit: Mapping[str, Any] | None = None
     baselines: Mapping[str, float] = field(default_factory=dict)
     folder: Path | None = None
@@ -306,6 +309,10 @@ class Section:
     ceilings: tuple[Ceiling, ...]
     resemblance: Resemblance | None
     audited: Audited | None
+    test: str
+    """What the real records are called that figures were measured on; empty where unknown."""
+    uncovered: tuple[str, ...]
+    """What was measured on real records without noise, a sentence each."""
     baselines: Mapping[str, float]
     endless: bool
     """Whether the release holds a generator, from which any number of records can be drawn."""
@@ -431,6 +438,8 @@ def _section(entry: Entry) -> Section:
         ),
         resemblance=None if entry.fidelity is None else _resemblance(entry.fidelity, entry.title),
         audited=None if entry.audit is None else _audited(entry.audit, entry.title),
+        test=printable(entry.test),
+        uncovered=_uncovered(entry),
         baselines={printable(name): float(value) for name, value in entry.baselines.items()},
         endless=_endless(str(release.recipe["method"])),
         snippets=_snippets(entry, synthetic),
@@ -443,6 +452,18 @@ def _section(entry: Entry) -> Section:
         assumptions=tuple(map(printable, statement.assumptions)),
         departures=tuple(map(printable, statement.departures)),
     )
+
+
+def _uncovered(entry: Entry) -> tuple[str, ...]:
+    """Say which figures were measured on real records, which no noise stands before."""
+    test = f" ({printable(entry.test)})" if entry.test else ""
+    told = (
+        (entry.scores, f"Accuracy was measured on real test records{test}."),
+        (entry.ceilings, "The references were computed from real training records, read openly."),
+        (entry.fidelity, f"Fidelity compares the set with real test records{test}."),
+        (entry.baselines, "The baselines were given by whoever made this report."),
+    )
+    return tuple(sentence for figures, sentence in told if figures)
 
 
 def _known(statement: Statement) -> float:
@@ -832,6 +853,14 @@ def _compare(sections: Sequence[Section], entries: Sequence[Entry]) -> Compariso
     notes = []
     for what, values in (
         ("datasets", {section.dataset for section in sections}),
+        (
+            "test sets",
+            {
+                f"{section.test or 'unknown'}, {section.scores[0].tested:,} records"
+                for section in sections
+                if section.scores
+            },
+        ),
         ("deltas", {f"{section.delta:g}" for section in sections}),
         ("units or adjacencies", {section.facts["what is protected"] for section in sections}),
         ("accountants", {section.facts["accountant"] for section in sections}),
