@@ -142,6 +142,7 @@ def test_listings(run: Run) -> None:
         (["synth", "digits"], 2, "output"),
         (["verify", "no-release"], 5, "no-release"),
         (["report", "no-release"], 5, "no-release"),
+        (["audit", "--label", "income", "-e", "1"], 2, "give --release too"),
         (["account", "--noise", "1"], 2, "exactly two"),
         (["ledger"], 2, "one of them"),
         (["frobnicate"], 2, "frobnicate"),

@@ -604,9 +604,10 @@ def verify(
 
 
 @app.command(rich_help_panel="Check")
-@takes(how=METHOD)
+@takes(how=METHOD, source=SOURCE)
 def audit(
     how: dict[str, Any],
+    source: dict[str, Any],
     release: Annotated[
         Path | None,
         typer.Option(help="Audit the very recipe of this release, and show it in its report."),
@@ -634,6 +635,8 @@ def audit(
     Examples:
         understudy audit --release release/ --pool scans_test/ --quick
 
+        understudy audit --release release/ --pool people_test.csv --label income --quick
+
         understudy audit --epsilon 4 --quick
 
         understudy audit --method ldpdc --set images_per_class=4 --set group_size=10 --epsilon 1
@@ -642,7 +645,18 @@ def audit(
     with _progress(quiet) as progress:
         if release is not None:
             result = jobs.audit_release(
-                release, pool, quick=quick, runs=runs, engine=engine, progress=progress
+                release,
+                pool,
+                quick=quick,
+                runs=runs,
+                engine=engine,
+                progress=progress,
+                **_reading(source),
+            )
+        elif given := [option for option, value in source.items() if value is not None]:
+            raise BadConfiguration(
+                f"--{given[0].replace('_', '-')} says how to read the pool of a release's audit: "
+                "give --release too. A named dataset brings its own."
             )
         else:
             spending = {"epsilon": epsilon, "delta": delta, "device": device}

@@ -481,7 +481,9 @@ def score(
     heldout = open_heldout(source, like=release.public, **options)
     about = {**_about(Path(folder), release), "test": name_of(source), "records": heldout.digest()}
     _check_one_test_set(_beside(Path(folder), SCORES), about)
-    real = None if training is None else open_training(training, like=release.public)
+    named = training is None or training in DATASETS  # which brings its own label
+    alike_read = {} if named else {key: item for key, item in options.items() if key != "split"}
+    real = None if training is None else open_training(training, like=release.public, **alike_read)
     scores: dict[str, Scores] = {}
     references: dict[str, Scores] = {}
     alike = None

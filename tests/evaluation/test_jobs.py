@@ -159,6 +159,24 @@ def test_a_test_set_that_is_nowhere_is_refused(release: Path, tmp_path: Path) ->
         jobs.score(release)
 
 
+def test_a_label_is_declared_for_the_test_set_the_ceilings_and_the_audit(tmp_path: Path) -> None:
+    """A table's label has any name, and all three read a table like the private one."""
+    random = np.random.default_rng(0)
+    for name in ("people", "others"):
+        cells = [f"{random.uniform(-1, 1):.3f},{'yes' if i % 2 else 'no'}" for i in range(40)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["blood,ill", *cells]))
+    data = jobs.open_data(str(tmp_path / "people.csv"), label="ill", columns={"blood": [-1, 1]})
+    method = LDPDC(group_size=4.0, images_per_class=3, noise_multiplier=5.0)
+    release, _ = jobs.synth(data, method, tmp_path / "release")
+    others = str(tmp_path / "others.csv")
+    judged = jobs.score(
+        release, others, seeds=(0,), training=str(tmp_path / "people.csv"),
+        ceilings=("random-real",), label="ill",
+    )  # fmt: skip
+    assert "random-real" in judged.ceilings
+    assert jobs.audit_release(release, others, quick=True, runs=4, label="ill").pool == "others"
+
+
 def tampered(folder: Path) -> None:
     path = folder / "synthetic.safetensors"
     content = bytearray(path.read_bytes())
