@@ -449,6 +449,11 @@ def plan(
     if data is not None:
         public = _open(data, declared).public
     elif shape is not None:
+        if declared["class_sizes"] in ("public", "private"):
+            raise BadConfiguration(
+                "Without DATA there are no class sizes to read: give them, as in "
+                "--class-sizes 500,400."
+            )
         public = jobs.facts(
             shape=_shape(shape),
             counts=_numbers(declared["class_sizes"]),
@@ -701,6 +706,11 @@ def ledger(
     """
     if (data is None) == (path is None):
         raise BadConfiguration("Give DATA or --ledger, one of them.")
+    if path is not None and not path.exists():
+        raise BadConfiguration(
+            f"There is no ledger {path}, so nothing is known of what was spent. Give the file that "
+            "the runs were given with --ledger, or DATA for the one in your state folder."
+        )
     book = jobs.Ledger(path) if path else _open(data or "", declared).ledger()
     if cap is not None:
         jobs.set_cap(book, cap, delta)

@@ -13,7 +13,7 @@ from PIL import Image
 from understudy import jobs
 from understudy.auditing import AuditFailed
 from understudy.errors import DataError, ReleaseError, UnderstudyError, UsageError
-from understudy.methods import LDPDC, WholeSet
+from understudy.methods import DPSGD, LDPDC, WholeSet
 from understudy.privacy import Ledger
 
 CLASSES = ("healthy", "ill")
@@ -134,7 +134,10 @@ def test_what_was_found_is_kept_at_once(
     [
         ({"size": 16}, "have shape (1, 16, 16), but 'scans' has (1, 8, 8)"),
         ({"mode": "RGB"}, "have shape (3, 8, 8), but 'scans' has (1, 8, 8)"),
-        ({"classes": ("cat", "dog")}, "class 'cat' is not among the declared classes"),
+        (
+            {"classes": ("cat", "dog")},
+            "class 'cat' is not among the declared classes ['healthy', 'ill']. Held-out",
+        ),
         ({"classes": (*CLASSES, "unsure")}, "class 'unsure' is not among the declared classes"),
         ({"classes": ()}, "subfolder"),
     ],
@@ -175,6 +178,15 @@ def test_a_label_is_declared_for_the_test_set_the_ceilings_and_the_audit(tmp_pat
     )  # fmt: skip
     assert "random-real" in judged.ceilings
     assert jobs.audit_release(release, others, quick=True, runs=4, label="ill").pool == "others"
+
+
+def test_a_classifier_is_evaluated_and_not_reported(tmp_path: Path) -> None:
+    data = jobs.open_data(str(pictures(tmp_path / "scans")))
+    method = DPSGD.configured({**DPSGD.miniature, "noise_multiplier": 5.0})
+    model, _ = jobs.signals(data, method, tmp_path / "model")
+    assert jobs.score(model, str(tmp_path / "scans")).scores
+    with pytest.raises(ReleaseError, match="holds a classifier, and a report is about synthetic"):
+        jobs.report([model])
 
 
 def tampered(folder: Path) -> None:

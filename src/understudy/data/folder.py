@@ -117,8 +117,8 @@ def check_free(target: Path, overwrite: bool) -> None:
             raise ReleaseExists(f"{target} is a file. A release is a folder: choose another name.")
         if not overwrite:
             raise ReleaseExists(
-                f"{target} is not empty. Choose another folder, or overwrite it (overwrite=True in "
-                "Python) if it holds an older release."
+                f"{target} is not empty. Choose another folder, or replace it with --overwrite "
+                "(overwrite=True in Python) if it holds an older release."
             )
         try:
             strange = _files_in(target) - {*_manifest(target), MANIFEST}

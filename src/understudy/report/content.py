@@ -29,7 +29,7 @@ from understudy.data.layout import PARQUET, TENSORS
 from understudy.data.synthetic import SyntheticSet
 from understudy.errors import ReleaseError, UnknownName, UsageError
 from understudy.evaluation.classify import Scores
-from understudy.methods import Generative, method_named
+from understudy.methods import Generative, Trainer, mechanism_named, method_named
 from understudy.privacy.accounting import Accountant, epsilon
 from understudy.privacy.events import Event
 from understudy.privacy.public import Adjacency
@@ -375,6 +375,11 @@ def gather(entries: Sequence[Entry]) -> Report:
 
 def _section(entry: Entry) -> Section:
     release, synthetic = entry.release, entry.synthetic
+    if _is_of(release, Trainer):
+        raise ReleaseError(
+            f"'{entry.title}' holds a classifier, and a report is about synthetic sets. `understudy "
+            "evaluate` tests it and `understudy verify` recomputes its guarantee."
+        )
     if synthetic is None or len(synthetic) == 0:
         raise ReleaseError(
             f"'{entry.title}' has no synthetic set yet. If its run is still going, wait for it; if "
@@ -441,7 +446,7 @@ def _section(entry: Entry) -> Section:
         test=printable(entry.test),
         uncovered=_uncovered(entry),
         baselines={printable(name): float(value) for name, value in entry.baselines.items()},
-        endless=_endless(str(release.recipe["method"])),
+        endless=_is_of(release, Generative),
         snippets=_snippets(entry, synthetic),
         configuration={
             printable(key): printable(_value(value))
@@ -478,10 +483,10 @@ def _method_title(name: str) -> str:
         return name
 
 
-def _endless(name: str) -> bool:
+def _is_of(release: Release, kind: type[Any]) -> bool:
     try:
-        return issubclass(method_named(name), Generative)
-    except UnknownName:
+        return issubclass(mechanism_named(str(release.recipe["method"])), kind)
+    except UnknownName:  # a method of a package that is not installed here
         return False
 
 
