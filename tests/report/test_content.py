@@ -171,6 +171,13 @@ def test_references_fidelity_and_audit_are_told(entry: Entry) -> None:
     assert section.audited.passed
 
 
+def test_a_configuration_is_told_in_words(entry: Entry) -> None:
+    recipe = {"method": "ldpdc", "configuration": {"a": None, "b": "", "c": True, "d": [1, False]}}
+    release = dataclasses.replace(entry.release, recipe=recipe)
+    (told,) = gather([dataclasses.replace(entry, release=release)]).sections
+    assert told.configuration == {"a": "none", "b": "none", "c": "yes", "d": "1, no"}
+
+
 def test_what_the_guarantee_does_not_cover_is_said(entry: Entry) -> None:
     told = " ".join(gather([entry]).sections[0].uncovered)
     for words in (

@@ -137,6 +137,26 @@ def test_the_charts_keep_every_name(request: pytest.FixtureRequest) -> None:
     assert "x" * 60 not in "".join(re.findall(r"<text.*?</text>", charts, re.DOTALL))
 
 
+def test_long_names_are_told_apart_in_charts(several: list[Entry]) -> None:
+    """Releases of one family differ at the end of their names."""
+    long = "department-of-radiology-stand-in-of-2026"
+    entries = [dataclasses.replace(e, title=f"{long}-{i}") for i, e in enumerate(several)]
+    page = Page(render_html(gather(entries)))
+    shortened = [text for text in page.texts if "…" in text]
+    assert len(shortened) == len(set(shortened)) == len(entries)
+    assert all(text.endswith(f"2026-{i}") for i, text in enumerate(shortened))
+
+
+def test_a_comparison_has_a_table_of_facts_and_one_of_accuracies(several: list[Entry]) -> None:
+    """Side by side in one table they would be wider than paper."""
+    text = render_html(gather(several))
+    facts, accuracies = re.findall(r"<table>.*?</table>", text, flags=re.DOTALL)[:2]
+    assert "ε with earlier runs" in facts and "ConvNet" not in facts
+    assert "ConvNet" in accuracies and "±" in accuracies
+    for entry in several:
+        assert entry.title in facts and entry.title in accuracies
+
+
 def test_what_is_said_is_there(request: pytest.FixtureRequest, entry: Entry) -> None:
     told = " ".join("".join(Page(rendered(request, "entry")).texts).split())
     statement = entry.release.statement

@@ -936,6 +936,10 @@ def percent(share: float | None) -> str:
 
 
 def _value(value: object) -> str:
+    if value is None or value == "":
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
