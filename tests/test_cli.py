@@ -141,7 +141,7 @@ def test_listings(run: Run) -> None:
         (["synth", "no/such/folder", "-e", "1", "-o", "x"], 3, "no/such/folder"),
         (["synth", "digits"], 2, "output"),
         (["verify", "no-release"], 5, "no-release"),
-        (["report", "no-release"], 5, "no-release"),
+        (["report", "no-release"], 5, "A run that is still going makes it"),
         (["audit", "--label", "income", "-e", "1"], 2, "give --release too"),
         (["account", "--noise", "1"], 2, "exactly two"),
         (["ledger"], 2, "one of them"),

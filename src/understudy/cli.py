@@ -147,7 +147,9 @@ DECLARED: Group = {
     ),
     "columns": (
         _data_option(
-            "JSON with the declared range or categories of a table's columns.", Path | None
+            "JSON with the declared range or categories of a table's columns. [0, 40] gives whole "
+            "numbers, [0.0, 40.0] fractions.",
+            Path | None,
         ),
         None,
     ),

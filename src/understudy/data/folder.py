@@ -386,7 +386,11 @@ def _finite(text: str) -> float:
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """Return name -> hash and size, after checking the manifest's own form."""
     if not folder.is_dir():
-        raise ReleaseError(f"There is no release at {folder}: no such folder.")
+        raise ReleaseError(
+            f"There is no release at {folder}: no such folder. A run that is still going makes it "
+            "when its last question is answered; one that stopped goes on when its command is "
+            "given again."
+        )
     if not (folder / MANIFEST).is_file():
         if (folder / STATEMENT).exists() or (folder / RECIPE).exists():
             raise Tampered(f"{MANIFEST} is missing from {folder}.")
