@@ -451,9 +451,10 @@ def score(
 ) -> Judged:
     """Evaluate a saved release on real test data and keep what is found beside it.
 
-    ``network`` is one or several names, "sklearn" for scikit-learn's three models; ceilings are
-    computed with the first network. ``training`` names real training records to compute ``ceilings`` from (all of them unless some
-    are named). They are read OPENLY, past the gate: see :mod:`understudy.evaluation.ceilings`.
+    ``network`` is one or several names, "sklearn" for scikit-learn's three models. ``training``
+    names real training records to compute ``ceilings`` from (all of them unless some are named).
+    They are read OPENLY, past the gate: see :mod:`understudy.evaluation.ceilings`. Ceilings are
+    computed with the first network; where none is named, the set is scored with theirs, too.
     ``fidelity`` compares the set with the test records; ``inception`` is a TorchScript file of the
     standard Inception network for it.
 
@@ -508,6 +509,10 @@ def score(
         )
         scores[given.network] = given
         return kept()
+    own = None if release.public.is_image else "mlp"
+    peer = next((name for name in networks if name not in (SKLEARN, None)), own)
+    if real is not None and peer not in networks:
+        networks = [*networks, peer]  # references are read beside the set's own figure
     for name in networks:
         scores |= _scored(
             synthetic, heldout, chosen, name, seeds=seeds, engine=engine, progress=progress
@@ -521,7 +526,7 @@ def score(
             heldout,
             like=synthetic,
             protocol=chosen,
-            network=next((name for name in networks if name != SKLEARN), None),
+            network=peer,
             seeds=seeds,
             epsilon=claimed if math.isfinite(claimed) else None,
             delta=release.statement.delta,

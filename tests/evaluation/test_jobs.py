@@ -173,10 +173,11 @@ def test_a_label_is_declared_for_the_test_set_the_ceilings_and_the_audit(tmp_pat
     release, _ = jobs.synth(data, method, tmp_path / "release")
     others = str(tmp_path / "others.csv")
     judged = jobs.score(
-        release, others, seeds=(0,), training=str(tmp_path / "people.csv"),
+        release, others, protocol="quick", seeds=(0,), training=str(tmp_path / "people.csv"),
         ceilings=("random-real",), label="ill",
     )  # fmt: skip
     assert "random-real" in judged.ceilings
+    assert [*judged.scores][3:] == ["mlp, quick"], "what the references are computed with"
     assert jobs.audit_release(release, others, quick=True, runs=4, label="ill").pool == "others"
 
 
