@@ -563,7 +563,7 @@ def _check_names(
 def _check_one_test_set(kept: Path, about: Mapping[str, Any]) -> None:
     """Refuse to put results on different test records side by side."""
     known = _known(kept, about)
-    if known and known["records"] != about["records"]:
+    if known and known.get("records") != about["records"]:
         raise BadConfiguration(
             f"{kept} holds results on other test records ('{known['test']}') than these "
             f"('{about['test']}'). Results on different records cannot be compared, so a release has "
