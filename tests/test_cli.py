@@ -141,9 +141,13 @@ def test_listings(run: Run) -> None:
         (["synth", "no/such/folder", "-e", "1", "-o", "x"], 3, "no/such/folder"),
         (["synth", "digits"], 2, "output"),
         (["verify", "no-release"], 5, "no-release"),
-        (["report", "no-release"], 5, "no-release"),
+        (["report", "no-release"], 5, "A run that is still going makes it"),
+        (["audit", "--label", "income", "-e", "1"], 2, "give --release too"),
         (["account", "--noise", "1"], 2, "exactly two"),
         (["ledger"], 2, "one of them"),
+        (["ledger", "--ledger", "nowhere.jsonl"], 2, "There is no ledger nowhere.jsonl"),
+        (["plan", "--shape", "1x8x8", "-e", "1"], 2, "give them, as in --class-sizes 500,400"),
+        (["plan", "digits", "--device", "gpu"], 2, "Known: auto, cpu, cuda, cuda:1"),
         (["frobnicate"], 2, "frobnicate"),
     ],
 )
@@ -308,7 +312,7 @@ def test_a_run_killed_while_optimising_loses_nothing_it_paid_for(
     assert load(tmp_path / "r")[1] is not None
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
     code, _, err = run(*command)
-    assert code == 5 and "not empty" in err
+    assert code == 5 and "not empty" in err and "--overwrite" in err
 
 
 def test_progress_counts_up_and_starts_anew_for_each_stage(

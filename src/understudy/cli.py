@@ -147,7 +147,9 @@ DECLARED: Group = {
     ),
     "columns": (
         _data_option(
-            "JSON with the declared range or categories of a table's columns.", Path | None
+            "JSON with the declared range or categories of a table's columns. [0, 40] gives whole "
+            "numbers, [0.0, 40.0] fractions.",
+            Path | None,
         ),
         None,
     ),
@@ -449,6 +451,11 @@ def plan(
     if data is not None:
         public = _open(data, declared).public
     elif shape is not None:
+        if declared["class_sizes"] in ("public", "private"):
+            raise BadConfiguration(
+                "Without DATA there are no class sizes to read: give them, as in "
+                "--class-sizes 500,400."
+            )
         public = jobs.facts(
             shape=_shape(shape),
             counts=_numbers(declared["class_sizes"]),
@@ -604,9 +611,10 @@ def verify(
 
 
 @app.command(rich_help_panel="Check")
-@takes(how=METHOD)
+@takes(how=METHOD, source=SOURCE)
 def audit(
     how: dict[str, Any],
+    source: dict[str, Any],
     release: Annotated[
         Path | None,
         typer.Option(help="Audit the very recipe of this release, and show it in its report."),
@@ -634,6 +642,8 @@ def audit(
     Examples:
         understudy audit --release release/ --pool scans_test/ --quick
 
+        understudy audit --release release/ --pool people_test.csv --label income --quick
+
         understudy audit --epsilon 4 --quick
 
         understudy audit --method ldpdc --set images_per_class=4 --set group_size=10 --epsilon 1
@@ -642,7 +652,18 @@ def audit(
     with _progress(quiet) as progress:
         if release is not None:
             result = jobs.audit_release(
-                release, pool, quick=quick, runs=runs, engine=engine, progress=progress
+                release,
+                pool,
+                quick=quick,
+                runs=runs,
+                engine=engine,
+                progress=progress,
+                **_reading(source),
+            )
+        elif given := [option for option, value in source.items() if value is not None]:
+            raise BadConfiguration(
+                f"--{given[0].replace('_', '-')} says how to read the pool of a release's audit: "
+                "give --release too. A named dataset brings its own."
             )
         else:
             spending = {"epsilon": epsilon, "delta": delta, "device": device}
@@ -687,6 +708,11 @@ def ledger(
     """
     if (data is None) == (path is None):
         raise BadConfiguration("Give DATA or --ledger, one of them.")
+    if path is not None and not path.exists():
+        raise BadConfiguration(
+            f"There is no ledger {path}, so nothing is known of what was spent. Give the file that "
+            "the runs were given with --ledger, or DATA for the one in your state folder."
+        )
     book = jobs.Ledger(path) if path else _open(data or "", declared).ledger()
     if cap is not None:
         jobs.set_cap(book, cap, delta)

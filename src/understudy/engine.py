@@ -51,7 +51,9 @@ class Engine:
         try:
             chosen = self.torch_device
         except RuntimeError as error:
-            raise BadConfiguration(f"There is no device '{self.device}': {error}.") from error
+            raise BadConfiguration(
+                f"There is no device '{self.device}'. Known: auto, cpu, cuda, cuda:1 and so on."
+            ) from error
         if chosen.type == "cuda" and not torch.cuda.is_available():
             raise BadConfiguration("device='cuda' was asked for, but torch sees no CUDA device.")
 

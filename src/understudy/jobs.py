@@ -18,9 +18,11 @@ from typing import Any
 from understudy.auditing import AuditFailed, AuditPool, AuditResult
 from understudy.auditing import audit as run_audit
 from understudy.data.datasets import DATASETS, load_heldout, open_data, open_heldout, open_training
-from understudy.data.folder import check_free, load, save
+from understudy.data.folder import check_free, checked_files, load, save
 from understudy.data.heldout import HeldOut
+from understudy.data.layout import TENSORS
 from understudy.data.pictures import contact_sheet, draw_pictures, png
+from understudy.data.readers import name_of
 from understudy.data.synthetic import SyntheticSet
 from understudy.data.verify import Verification
 from understudy.data.verify import verify as verify_folder
@@ -41,6 +43,7 @@ from understudy.methods import (
     registered,
 )
 from understudy.methods.matching import Watch
+from understudy.nets.classifiers import NETWORKS
 from understudy.privacy.accounting import Accountant, Budget, calibrate, epsilon
 from understudy.privacy.durable import write_durably
 from understudy.privacy.events import Event
@@ -56,6 +59,7 @@ from understudy.run import sample as draw
 
 SCORES = ".scores.json"
 AUDIT = ".audit.json"
+SKLEARN = "sklearn"
 DEFAULT_METHOD = "whole-set"
 AUTO = "auto"
 
@@ -447,11 +451,15 @@ def score(
 ) -> Judged:
     """Evaluate a saved release on real test data and keep what is found beside it.
 
-    ``network`` is one or several names, "sklearn" for scikit-learn's three models; ceilings are
-    computed with the first network. ``training`` names real training records to compute ``ceilings`` from (all of them unless some
-    are named). They are read OPENLY, past the gate: see :mod:`understudy.evaluation.ceilings`.
+    ``network`` is one or several names, "sklearn" for scikit-learn's three models. ``training``
+    names real training records to compute ``ceilings`` from (all of them unless some are named).
+    They are read OPENLY, past the gate: see :mod:`understudy.evaluation.ceilings`. Ceilings are
+    computed with the first network; where none is named, the set is scored with theirs, too.
     ``fidelity`` compares the set with the test records; ``inception`` is a TorchScript file of the
     standard Inception network for it.
+
+    What is found is kept as soon as it is found. A file of scores is about one set and one test
+    set: another set's is replaced, and another test set is refused before anything is trained.
     """
     release, synthetic = load(folder)
     trained = mechanism_named(release.recipe["method"])
@@ -463,16 +471,31 @@ def score(
     if test is None and source not in DATASETS:
         raise BadConfiguration("Say with --test which real data to test on.")
     if ceilings and training is None:
-        raise BadConfiguration("Ceilings are computed from real training records: say which.")
-    heldout = open_heldout(source, like=release.public, **options)
-    chosen = _protocol(protocol)
-    chosen = chosen.with_flips() if flips else chosen
+        raise BadConfiguration(
+            "Ceilings are computed from real training records: say which, with --ceilings DATA."
+        )
     networks: Sequence[str | None]
     networks = [network] if network is None or isinstance(network, str) else list(network) or [None]
+    _check_names(networks, ceilings, inception)
+    chosen = _protocol(protocol)
+    chosen = chosen.with_flips() if flips else chosen
+    heldout = open_heldout(source, like=release.public, **options)
+    about = {**_about(Path(folder), release), "test": name_of(source), "records": heldout.digest()}
+    _check_one_test_set(_beside(Path(folder), SCORES), about)
+    named = training is None or training in DATASETS  # which brings its own label
+    alike_read = {} if named else {key: item for key, item in options.items() if key != "split"}
+    real = None if training is None else open_training(training, like=release.public, **alike_read)
+    scores: dict[str, Scores] = {}
     references: dict[str, Scores] = {}
     alike = None
+
+    def kept() -> Judged:
+        judged = Judged(scores, references, alike)
+        _keep(Path(folder), about, judged)
+        return judged
+
     if synthetic is None:
-        if training is not None or fidelity:
+        if real is not None or fidelity:
             raise BadConfiguration(
                 f"{folder} holds a classifier and no synthetic set: there is nothing to compare "
                 "with real records."
@@ -484,22 +507,26 @@ def score(
             classes=len(release.public.classes),
             told=f"the released classifier ({trained.name})",
         )
-        scores = {given.network: given}
-    else:
-        scores = {}
-        for name in networks:
-            scores |= _scored(
-                synthetic, heldout, chosen, name, seeds=seeds, engine=engine, progress=progress
-            )
-    if synthetic is not None and training is not None:
+        scores[given.network] = given
+        return kept()
+    own = None if release.public.is_image else "mlp"
+    peer = next((name for name in networks if name not in (SKLEARN, None)), own)
+    if real is not None and peer not in networks:
+        networks = [*networks, peer]  # references are read beside the set's own figure
+    for name in networks:
+        scores |= _scored(
+            synthetic, heldout, chosen, name, seeds=seeds, engine=engine, progress=progress
+        )
+        kept()
+    if real is not None:
         claimed = release.statement.epsilon
         possible = [name for name in CEILINGS if name != "dp-sgd" or math.isfinite(claimed)]
         references = compute_ceilings(
-            open_training(training, like=release.public),
+            real,
             heldout,
             like=synthetic,
             protocol=chosen,
-            network=next((name for name in networks if name != "sklearn"), None),
+            network=peer,
             seeds=seeds,
             epsilon=claimed if math.isfinite(claimed) else None,
             delta=release.statement.delta,
@@ -507,12 +534,41 @@ def score(
             engine=engine,
             progress=progress,
         )
-    if synthetic is not None and (fidelity or inception is not None):
+        kept()
+    if fidelity or inception is not None:
         features = "own" if inception is None else Path(inception)
         alike = compare(synthetic, heldout, features=features, engine=engine, progress=progress)
-    judged = Judged(scores, references, alike)
-    _keep(Path(folder), release, source, judged)
-    return judged
+    return kept()
+
+
+def _check_names(
+    networks: Sequence[str | None],
+    ceilings: Sequence[str] | None,
+    inception: str | os.PathLike[str] | None,
+) -> None:
+    """Refuse before anything is trained what would be refused after hours."""
+    for name in networks:
+        if name not in (None, SKLEARN, *NETWORKS):
+            raise UnknownName("network", str(name), (*NETWORKS, SKLEARN))
+    for name in ceilings or ():
+        if name not in CEILINGS:
+            raise UnknownName("ceiling", name, CEILINGS)
+    if inception is not None and not Path(inception).is_file():
+        raise BadConfiguration(
+            f"There is no file '{inception}'. --inception takes the TorchScript file of the standard "
+            "Inception network; without it --fidelity trains a network of its own."
+        )
+
+
+def _check_one_test_set(kept: Path, about: Mapping[str, Any]) -> None:
+    """Refuse to put results on different test records side by side."""
+    known = _known(kept, about)
+    if known and known.get("records") != about["records"]:
+        raise BadConfiguration(
+            f"{kept} holds results on other test records ('{known['test']}') than these "
+            f"('{about['test']}'). Results on different records cannot be compared, so a release has "
+            "one test set at a time: move that file away, or remove it, to begin anew."
+        )
 
 
 def _scored(
@@ -526,7 +582,7 @@ def _scored(
     progress: Progress,
 ) -> dict[str, Scores]:
     """Train one network on the set, or scikit-learn's models, which are also what tables get."""
-    if network == "sklearn" or (network is None and not synthetic.public.is_image):
+    if network == SKLEARN or (network is None and not synthetic.public.is_image):
         return sklearn_scores(
             synthetic.images,
             synthetic.labels,
@@ -547,10 +603,10 @@ def _scored(
     return {f"{found.network}, {found.protocol}": found}
 
 
-def _keep(folder: Path, release: Release, source: str, judged: Judged) -> None:
-    """Add what was found to the file beside the release; of another release it is replaced."""
-    kept, line = _beside(folder, SCORES), release.statement.ledger_line
-    known = _known(kept, line) or {"ledger_line": line, "test": source}
+def _keep(folder: Path, about: Mapping[str, Any], judged: Judged) -> None:
+    """Add what was found to the file beside the release; of another set it is replaced."""
+    kept = _beside(folder, SCORES)
+    known = _known(kept, about) or dict(about)
     found = judged.to_json()
     for part in ("scores", "ceilings"):
         known[part] = {**known.get(part, {}), **found[part]}
@@ -558,13 +614,20 @@ def _keep(folder: Path, release: Release, source: str, judged: Judged) -> None:
     write_durably(kept, json.dumps(known, indent=1).encode())
 
 
-def _known(kept: Path, line: str) -> dict[str, Any]:
-    """Read what lies beside a release; nothing, where it belongs to another one."""
+def _about(folder: Path, release: Release) -> dict[str, Any]:
+    """Say of which release and which set figures are; one release may have its set made anew."""
+    made = checked_files(folder).get(TENSORS, {})
+    return {"ledger_line": release.statement.ledger_line, "set": made.get("sha256")}
+
+
+def _known(kept: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what lies beside a release; nothing, where it is about another release or set."""
     if not kept.exists():
         return {}
     try:
         known = json.loads(kept.read_text())
-        return dict(known) if known["ledger_line"] == line else {}
+        same = known["ledger_line"] == about["ledger_line"] and known.get("set") == about.get("set")
+        return dict(known) if same else {}
     except (ValueError, KeyError, TypeError) as error:
         raise ReleaseError(
             f"{kept} cannot be read ({error}). Remove it and evaluate again."
@@ -590,8 +653,8 @@ def report(
     entries = []
     for folder in map(Path, folders):
         release, synthetic = load(folder)
-        line = release.statement.ledger_line
-        known = _known(_beside(folder, SCORES), line)
+        about = _about(folder, release)
+        known = _known(_beside(folder, SCORES), about)
         entries.append(
             Entry(
                 release=release,
@@ -600,7 +663,10 @@ def report(
                 scores=known.get("scores", {}),
                 ceilings=known.get("ceilings", {}),
                 fidelity=known.get("fidelity"),
-                audit=_known(_beside(folder, AUDIT), line).get("audit"),
+                test=str(known.get("test", "")),
+                audit=_known(_beside(folder, AUDIT), {"ledger_line": about["ledger_line"]}).get(
+                    "audit"
+                ),
                 folder=folder,
             )
         )
@@ -686,7 +752,7 @@ def audit_release(
     kind = mechanism_named(release.recipe["method"])
     result = run_audit(
         kind.configured(release.recipe["configuration"]),
-        AuditPool.of(heldout.images, heldout.labels, public=public, name=source),
+        AuditPool.of(heldout.images, heldout.labels, public=public, name=name_of(source)),
         runs=runs,
         delta=statement.delta,
         quick=quick,

@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.privacy import test_mutants as broken
@@ -56,6 +57,22 @@ def test_an_audit_that_fails_is_kept_for_the_report(
     assert kept["audit"]["passed"] is False
     page = jobs.report([folder]).read_text()
     assert "The audit failed" in page and "Do not share this release" in page
+
+
+def test_an_audit_names_the_records_that_were_attacked_with(
+    data: PrivateDataset, tmp_path: Path
+) -> None:
+    """Not those of the release: a reader must not think that the private ones were used."""
+    lent = tmp_path / "at home" / "lent.npz"
+    lent.parent.mkdir()
+    heldout = jobs.open_heldout("digits", like=data.public)
+    images = ((heldout.images + 1) * 8).round().numpy()  # digits are declared in 0..16
+    np.savez(lent, images=images, labels=heldout.labels.numpy())
+    folder = released(data, tmp_path, noise_multiplier=10.0)
+    result = jobs.audit_release(folder, str(lent), quick=True, runs=8)
+    assert result.pool == "lent" and "on 'lent'" in str(result)
+    page = jobs.report([folder]).read_text()
+    assert "public or test records (lent)" in page and "at home" not in page
 
 
 def test_what_claims_nothing_is_not_audited(data: PrivateDataset, tmp_path: Path) -> None:

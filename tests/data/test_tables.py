@@ -67,6 +67,31 @@ def test_cells_are_encoded_as_declared(table: Path) -> None:
     assert data.public.preparation == (CLIPPED, MISSING)
 
 
+@pytest.mark.parametrize("ending", [".csv", ".parquet", ".feather"])
+def test_arrow_reads_from_files_of_its_own(
+    table: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads still read when an error ends the process, and a file of Python's aborts it."""
+    path = table.with_suffix(ending)
+    cells = pa.csv.read_csv(table)
+    if ending == ".parquet":
+        pa.parquet.write_table(cells, path)
+    elif ending == ".feather":
+        pa.feather.write_feather(cells, path)
+    given = []
+    for module, name in (
+        (pa.csv, "open_csv"), (pa.csv, "read_csv"), (pa.parquet, "read_schema"),
+        (pa.parquet, "ParquetFile"), (pa.ipc, "open_file"),
+    ):  # fmt: skip
+        real = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda file, *a, real=real, **k: given.append(file) or real(file, *a, **k)
+        )
+    read(path, label="income", columns=COLUMNS)
+    assert given and all(isinstance(file, pa.NativeFile) for file in given)
+    assert not any(isinstance(file, pa.PythonFile) for file in given)
+
+
 def test_columns_from_json_a_file_or_objects(table: Path) -> None:
     file = table.parent / "columns.json"
     file.write_text(json.dumps(COLUMNS))

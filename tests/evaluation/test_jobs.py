@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from PIL import Image
 from understudy import jobs
 from understudy.auditing import AuditFailed
 from understudy.errors import DataError, ReleaseError, UnderstudyError, UsageError
-from understudy.methods import LDPDC
+from understudy.methods import DPSGD, LDPDC, WholeSet
 from understudy.privacy import Ledger
 
 CLASSES = ("healthy", "ill")
@@ -61,12 +62,82 @@ def test_several_networks_stand_side_by_side(release: Path, tmp_path: Path) -> N
         jobs.score(release, scans, network="vgg1")
 
 
+def test_what_is_wrong_is_refused_before_anything_is_trained(
+    release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scans = str(tmp_path / "scans")
+    monkeypatch.setattr(jobs, "_scored", lambda *_, **__: pytest.fail("something was trained"))
+    for wrong, told in (
+        (
+            {"network": ("mlp", "vgg1")},
+            "Known: alexnet, convnet, datalens, lenet, mlp, resnet18, sk",
+        ),
+        ({"training": scans, "ceilings": ("al-real",)}, "mean 'all-real'"),
+        ({"ceilings": ("dm",)}, "with --ceilings DATA"),
+        ({"inception": tmp_path / "no.pt"}, "no.pt'. --inception takes"),
+        ({"protocol": "dn"}, "mean 'dm'"),
+        ({"training": str(tmp_path / "nowhere")}, "nowhere"),
+    ):
+        with pytest.raises(UnderstudyError) as caught:
+            jobs.score(release, scans, **wrong)  # type: ignore[arg-type]
+        assert told in str(caught.value)
+
+
+def test_scores_are_about_one_test_set(release: Path, tmp_path: Path) -> None:
+    """Accuracies on different records would stand side by side as if they could be compared."""
+    scans, other = str(tmp_path / "scans"), str(pictures(tmp_path / "other hospital"))
+    quick = {"network": "mlp", "protocol": "quick", "seeds": (0,)}
+    jobs.score(release, scans, **quick)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"'scans'\) than these \('other hospital'\)"):
+        jobs.score(release, other, **quick)  # type: ignore[arg-type]
+    same = (tmp_path / "scans").rename(tmp_path / "moved")
+    jobs.score(release, str(same), network="convnet", protocol="quick", seeds=(0,))
+    kept = tmp_path / "release.scores.json"
+    assert [*json.loads(kept.read_text())["scores"]] == ["mlp, quick", "convnet, quick"]
+    kept.unlink()
+    jobs.score(release, other, **quick)  # type: ignore[arg-type]
+    assert json.loads(kept.read_text())["test"] == "other hospital"
+
+
+def test_scores_are_about_one_set(tmp_path: Path) -> None:
+    """A set made anew from the same signals has the same ledger line, and other scores."""
+    scans = str(pictures(tmp_path / "scans"))
+    method = WholeSet.configured({**WholeSet.miniature, "noise_multiplier": 5.0})
+    release, _ = jobs.synth(jobs.open_data(scans), method, tmp_path / "release")
+    jobs.score(release, scans, network="mlp", protocol="quick", seeds=(0,))
+    assert "Not measured." not in scored_part(jobs.report([release]))
+    jobs.resynthesise(release, release, changes={"steps": 2}, overwrite=True)
+    assert "Not measured." in scored_part(jobs.report([release]))
+
+
+def scored_part(page: Path) -> str:
+    """Return what a report says of accuracy."""
+    return page.with_suffix(".md").read_text().partition("## Utility")[2].partition("## ")[0]
+
+
+def test_what_was_found_is_kept_at_once(
+    release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scans = str(tmp_path / "scans")
+
+    def dies(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "compute_ceilings", dies)
+    with pytest.raises(KeyboardInterrupt):
+        jobs.score(release, scans, network="mlp", protocol="quick", seeds=(0,), training=scans)
+    assert "mlp, quick" in json.loads((tmp_path / "release.scores.json").read_text())["scores"]
+
+
 @pytest.mark.parametrize(
     ("test", "told"),
     [
         ({"size": 16}, "have shape (1, 16, 16), but 'scans' has (1, 8, 8)"),
         ({"mode": "RGB"}, "have shape (3, 8, 8), but 'scans' has (1, 8, 8)"),
-        ({"classes": ("cat", "dog")}, "class 'cat' is not among the declared classes"),
+        (
+            {"classes": ("cat", "dog")},
+            "class 'cat' is not among the declared classes ['healthy', 'ill']. Held-out",
+        ),
         ({"classes": (*CLASSES, "unsure")}, "class 'unsure' is not among the declared classes"),
         ({"classes": ()}, "subfolder"),
     ],
@@ -89,6 +160,34 @@ def test_a_test_set_that_is_nowhere_is_refused(release: Path, tmp_path: Path) ->
         jobs.score(release, str(tmp_path / "nowhere"))
     with pytest.raises(UsageError, match="--test"):
         jobs.score(release)
+
+
+def test_a_label_is_declared_for_the_test_set_the_ceilings_and_the_audit(tmp_path: Path) -> None:
+    """A table's label has any name, and all three read a table like the private one."""
+    random = np.random.default_rng(0)
+    for name in ("people", "others"):
+        cells = [f"{random.uniform(-1, 1):.3f},{'yes' if i % 2 else 'no'}" for i in range(40)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["blood,ill", *cells]))
+    data = jobs.open_data(str(tmp_path / "people.csv"), label="ill", columns={"blood": [-1, 1]})
+    method = LDPDC(group_size=4.0, images_per_class=3, noise_multiplier=5.0)
+    release, _ = jobs.synth(data, method, tmp_path / "release")
+    others = str(tmp_path / "others.csv")
+    judged = jobs.score(
+        release, others, protocol="quick", seeds=(0,), training=str(tmp_path / "people.csv"),
+        ceilings=("random-real",), label="ill",
+    )  # fmt: skip
+    assert "random-real" in judged.ceilings
+    assert [*judged.scores][3:] == ["mlp, quick"], "what the references are computed with"
+    assert jobs.audit_release(release, others, quick=True, runs=4, label="ill").pool == "others"
+
+
+def test_a_classifier_is_evaluated_and_not_reported(tmp_path: Path) -> None:
+    data = jobs.open_data(str(pictures(tmp_path / "scans")))
+    method = DPSGD.configured({**DPSGD.miniature, "noise_multiplier": 5.0})
+    model, _ = jobs.signals(data, method, tmp_path / "model")
+    assert jobs.score(model, str(tmp_path / "scans")).scores
+    with pytest.raises(ReleaseError, match="holds a classifier, and a report is about synthetic"):
+        jobs.report([model])
 
 
 def tampered(folder: Path) -> None:

@@ -38,6 +38,7 @@ def entry(folder: Path) -> Entry:
         ceilings=ceilings(10),
         fidelity=fidelity(),
         audit=audit(),
+        test="digits of another school",
         baselines={"full real data": 0.97},
         folder=Path("somewhere/of mine/digits-release"),
     )
@@ -62,6 +63,7 @@ def nasty(folder: Path) -> Entry:
         scores={"<u>net</u>": scores(10)},
         ceilings=ceilings(10, "<s>real</s>", "<em>told</em>"),
         fidelity=fidelity("<img src=x onerror=alert(2)>"),
+        test="<q>test</q>",
         audit=audit(2.0, pool="<a href=//x.example>", findings=["<b>more was asked</b>"]),
         baselines={"<s>ceiling</s>": 0.9},
         folder=Path("/secret/place/rel'\"ease`<x>"),

@@ -171,6 +171,25 @@ def test_references_fidelity_and_audit_are_told(entry: Entry) -> None:
     assert section.audited.passed
 
 
+def test_a_configuration_is_told_in_words(entry: Entry) -> None:
+    recipe = {"method": "ldpdc", "configuration": {"a": None, "b": "", "c": True, "d": [1, False]}}
+    release = dataclasses.replace(entry.release, recipe=recipe)
+    (told,) = gather([dataclasses.replace(entry, release=release)]).sections
+    assert told.configuration == {"a": "none", "b": "none", "c": "yes", "d": "1, no"}
+
+
+def test_what_the_guarantee_does_not_cover_is_said(entry: Entry) -> None:
+    told = " ".join(gather([entry]).sections[0].uncovered)
+    for words in (
+        "Accuracy was measured on real test records (digits of another school)",
+        "references were computed from real training records",
+        "Fidelity compares the set with real test records",
+    ):
+        assert words in told, words
+    bare = dataclasses.replace(entry, scores={}, ceilings={}, fidelity=None, baselines={})
+    assert gather([bare]).sections[0].uncovered == ()
+
+
 def test_whether_an_audit_passed_is_found_again_from_its_numbers(entry: Entry) -> None:
     for found in (
         audit(1.5, passed=True),
@@ -274,6 +293,14 @@ def test_a_comparison_warns(several: list[Entry], table_entry: Entry) -> None:
     text = " ".join(comparison.notes)
     assert "different datasets (digits; people)" in text
     assert "Not private, and only here for comparison: No noise." in text
+
+
+def test_different_test_sets_are_warned_about(entry: Entry) -> None:
+    other = dataclasses.replace(entry, test="digits of a third school")
+    comparison = gather([entry, other]).comparison
+    assert comparison is not None
+    (note,) = comparison.notes
+    assert "different test sets (digits of a third school, 360 records;" in note
 
 
 # JSON

@@ -137,6 +137,26 @@ def test_the_charts_keep_every_name(request: pytest.FixtureRequest) -> None:
     assert "x" * 60 not in "".join(re.findall(r"<text.*?</text>", charts, re.DOTALL))
 
 
+def test_long_names_are_told_apart_in_charts(several: list[Entry]) -> None:
+    """Releases of one family differ at the end of their names."""
+    long = "department-of-radiology-stand-in-of-2026"
+    entries = [dataclasses.replace(e, title=f"{long}-{i}") for i, e in enumerate(several)]
+    page = Page(render_html(gather(entries)))
+    shortened = [text for text in page.texts if "…" in text]
+    assert len(shortened) == len(set(shortened)) == len(entries)
+    assert all(text.endswith(f"2026-{i}") for i, text in enumerate(shortened))
+
+
+def test_a_comparison_has_a_table_of_facts_and_one_of_accuracies(several: list[Entry]) -> None:
+    """Side by side in one table they would be wider than paper."""
+    text = render_html(gather(several))
+    facts, accuracies = re.findall(r"<table>.*?</table>", text, flags=re.DOTALL)[:2]
+    assert "ε with earlier runs" in facts and "ConvNet" not in facts
+    assert "ConvNet" in accuracies and "±" in accuracies
+    for entry in several:
+        assert entry.title in facts and entry.title in accuracies
+
+
 def test_what_is_said_is_there(request: pytest.FixtureRequest, entry: Entry) -> None:
     told = " ".join("".join(Page(rendered(request, "entry")).texts).split())
     statement = entry.release.statement
@@ -158,6 +178,9 @@ def test_what_is_said_is_there(request: pytest.FixtureRequest, entry: Entry) -> 
         "Fréchet distance (not FID)",
         "real against real",
         "prove that epsilon is at least 0.25",
+        "were held out (digits of another school)",
+        "Not covered by the guarantee is what this page says of real records: Accuracy was",
+        "Not all of its figures are covered by a guarantee",
         "Gaussian noise",
         "95 % interval",
         "unknown: one seed",
@@ -168,6 +191,12 @@ def test_what_is_said_is_there(request: pytest.FixtureRequest, entry: Entry) -> 
     ):
         assert words in told, words
     assert "NOT PRIVATE" not in told
+
+
+def test_a_page_of_the_release_alone_says_so(request: pytest.FixtureRequest) -> None:
+    text = rendered(request, "open_entry")
+    assert "never from the private records" in text
+    assert "Not covered by the guarantee" not in text
 
 
 def test_a_release_without_noise_is_loud(request: pytest.FixtureRequest) -> None:

@@ -75,12 +75,14 @@ class AuditPool:
     ``images`` float32 in [-1, 1] or uint8, shape (n, *shape); ``labels`` in 0..K-1. A class needs
     at least four records. The declared class sizes, which set sampling rates, are the pool's own
     unless ``public`` says otherwise: give the public facts of the private data to audit the very
-    claim that will be made for it.
+    claim that will be made for it. ``name`` is what these records are called, which is not what
+    the data of ``public`` are.
     """
 
     images: Tensor
     labels: Tensor
     public: Public
+    name: str
 
     @classmethod
     def of(
@@ -89,7 +91,7 @@ class AuditPool:
         labels: Tensor | npt.NDArray[Any] | Sequence[int],
         *,
         classes: Sequence[str] | None = None,
-        name: str = "audit pool",
+        name: str | None = None,
         adjacency: Adjacency = Adjacency.ADD_OR_REMOVE,
         public: Public | None = None,
     ) -> AuditPool:
@@ -110,8 +112,9 @@ class AuditPool:
             raise BadConfiguration(
                 f"An audit pool needs {KNOWN_PER_CLASS} records of every class; it has {sizes}."
             )
+        called = name or (public.name if public else "audit pool")
         facts = public or Public(
-            name=name,
+            name=called,
             shape=tuple(values.shape[1:]),
             classes=tuple(classes or map(str, range(total))),
             counts=tuple(sizes),
@@ -123,7 +126,7 @@ class AuditPool:
             )
         if not (torch.isfinite(values).all() and values.abs().max() <= 1):
             raise BadConfiguration("The audit pool's records must lie in [-1, 1] (or be uint8).")
-        return cls(values.float().contiguous(), numbers, facts)
+        return cls(values.float().contiguous(), numbers, facts, called)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -294,7 +297,7 @@ def audit(
         AuditResult(
             method=method.name,
             recipe=method.recipe(),
-            pool=public.name,
+            pool=pool.name,
             claimed=claimed,
             delta=delta,
             lower_bound=max((found.epsilon for found in evidence), default=0.0),

@@ -117,8 +117,8 @@ def check_free(target: Path, overwrite: bool) -> None:
             raise ReleaseExists(f"{target} is a file. A release is a folder: choose another name.")
         if not overwrite:
             raise ReleaseExists(
-                f"{target} is not empty. Choose another folder, or overwrite it (overwrite=True in "
-                "Python) if it holds an older release."
+                f"{target} is not empty. Choose another folder, or replace it with --overwrite "
+                "(overwrite=True in Python) if it holds an older release."
             )
         try:
             strange = _files_in(target) - {*_manifest(target), MANIFEST}
@@ -386,7 +386,11 @@ def _finite(text: str) -> float:
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """Return name -> hash and size, after checking the manifest's own form."""
     if not folder.is_dir():
-        raise ReleaseError(f"There is no release at {folder}: no such folder.")
+        raise ReleaseError(
+            f"There is no release at {folder}: no such folder. A run that is still going makes it "
+            "when its last question is answered; one that stopped goes on when its command is "
+            "given again."
+        )
     if not (folder / MANIFEST).is_file():
         if (folder / STATEMENT).exists() or (folder / RECIPE).exists():
             raise Tampered(f"{MANIFEST} is missing from {folder}.")

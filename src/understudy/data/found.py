@@ -234,7 +234,12 @@ def number_labels(
             + (" A label of -1 usually marks a record without one." if lowest == -1 else "")
         )
     if classes is not None and tuple(classes) != names:
-        labels, names = _match(found, labels, names, tuple(classes)), tuple(classes)
+        remedy = (
+            "Declare it too, or remove its records."
+            if complete
+            else "Held-out records are of those classes: call theirs the same, and remove others."
+        )
+        labels, names = _match(found, labels, names, tuple(classes), remedy), tuple(classes)
     if complete:
         _check_complete(found.where, labels, names)
     return labels, names
@@ -264,7 +269,11 @@ def _positions(found: Found) -> tuple[npt.NDArray[np.int64], tuple[str, ...] | N
 
 
 def _match(
-    found: Found, labels: npt.NDArray[np.int64], names: tuple[str, ...], classes: tuple[str, ...]
+    found: Found,
+    labels: npt.NDArray[np.int64],
+    names: tuple[str, ...],
+    classes: tuple[str, ...],
+    remedy: str,
 ) -> npt.NDArray[np.int64]:
     """Renumber labels from the source's names to the declared ones."""
     used = [names[i] for i in np.unique(labels)]
@@ -276,7 +285,7 @@ def _match(
         unknown = next(name for name in used if name not in classes)
         raise DataError(
             f"{found.where}: class '{unknown}' is not among the declared classes "
-            f"{list(classes)}. Declare it too, or remove its records."
+            f"{list(classes)}. {remedy}"
         )
     table = np.array([target.get(name, -1) for name in names], np.int64)
     return table[labels]

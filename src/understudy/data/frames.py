@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.csv
@@ -102,13 +102,18 @@ def told_by_arrow(where: str) -> Iterator[None]:
 # Files
 
 
-def _open(file: Path) -> IO[bytes]:
-    # Opened here rather than by Arrow, which cannot take names that are not UTF-8.
-    return open(file, "rb")
+def _open(file: Path) -> Any:
+    """Open a file in Arrow, whose threads read on while an error ends the process.
+
+    A file of Python's would abort it there: they could no longer take the interpreter's lock.
+    """
+    if _is_utf8(file):
+        return pa.OSFile(os.fspath(file))
+    return pa.BufferReader(file.read_bytes())  # Arrow cannot take such a name
 
 
 def _arrow(file: Path) -> Any:
-    source = pa.memory_map(os.fspath(file)) if _is_utf8(file) else pa.PythonFile(_open(file))
+    source = pa.memory_map(os.fspath(file)) if _is_utf8(file) else _open(file)
     try:
         return pa.ipc.open_file(source)
     except pa.ArrowInvalid:

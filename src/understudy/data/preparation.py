@@ -157,9 +157,9 @@ class Preparation:
             low, high = 0.0, 1.0
         else:
             raise DataError(
-                f"{where} holds {batch.dtype} values, whose range is not known. Declare it: "
-                "value_range=(0, 1) after ToTensor, (-1, 1) after Normalize(0.5, 0.5), (0, 255) "
-                "for pixels. Use a range known without looking at the data: one read off the "
+                f"{where} holds {batch.dtype} values, whose range is not known. Declare it "
+                "with --value-range LOW,HIGH (in Python value_range=(0, 1) after ToTensor, (-1, 1) "
+                "after Normalize(0.5, 0.5), (0, 255) for pixels). Use a range known without looking at the data: one read off the "
                 "records would leak."
             )
         if batch.dtype.kind not in "biuf":
@@ -174,7 +174,8 @@ class Preparation:
         if values.size and (values.min() < low or values.max() > high):
             raise DataError(
                 f"{where}: some values lie outside the declared range [{low:g}, {high:g}]. Declare "
-                "the range that the format allows with value_range=(low, high)."
+                "the range that the format allows with --value-range LOW,HIGH "
+                "(value_range=(low, high) in Python)."
             )
         mapped = (values - low) * (2.0 / (high - low)) - 1.0
         return np.clip(mapped, -1.0, 1.0).astype(np.float32)

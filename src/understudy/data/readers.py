@@ -96,7 +96,7 @@ def read(
             adjacency=adjacency,
             unit=unit,
             labels=labels,
-            name=name or _name_of(source),
+            name=name or name_of(source),
             memory_limit=memory_limit,
             progress=progress,
         )
@@ -237,7 +237,7 @@ def _names(classes: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def _name_of(source: Any) -> str:
+def name_of(source: Any) -> str:
     """Name a dataset after its file or folder."""
     if isinstance(source, bytes | str | os.PathLike):
         path = Path(os.path.abspath(os.fsdecode(source)))

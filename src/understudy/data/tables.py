@@ -337,4 +337,4 @@ def table_of(rows: Sequence[Sequence[str]], names: Sequence[str]) -> pa.Table:
     pa.csv.write_csv(
         pa.table({name: [row[i] for row in rows] for i, name in enumerate(names)}), text
     )
-    return pa.csv.read_csv(io.BytesIO(text.getvalue()))
+    return pa.csv.read_csv(pa.BufferReader(text.getvalue()))

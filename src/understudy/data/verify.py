@@ -253,7 +253,7 @@ def _check_cells(folder: Path, synthetic: SyntheticSet, files: Mapping[str, Any]
         raise Tampered(f"{PARQUET} has other cells than {TENSORS}.")
     with well_formed(CSV):
         cells = pyarrow.csv.read_csv(
-            io.BytesIO((folder / CSV).read_bytes()),
+            pyarrow.BufferReader((folder / CSV).read_bytes()),
             convert_options=pyarrow.csv.ConvertOptions(
                 column_types=expected.schema,
                 null_values=[""],
@@ -270,7 +270,7 @@ def _read_parquet(folder: Path) -> Any:
     import pyarrow.parquet
 
     # From bytes: given a path, Arrow would look for partitions in its name.
-    return pyarrow.parquet.ParquetFile(io.BytesIO((folder / PARQUET).read_bytes())).read()
+    return pyarrow.parquet.ParquetFile(pyarrow.BufferReader((folder / PARQUET).read_bytes())).read()
 
 
 def _check_ledger(

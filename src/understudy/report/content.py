@@ -1,7 +1,8 @@
 """Gather what a report says, once, as plain values; HTML, Markdown and JSON only render it.
 
-Everything here is post-processing of releases that are already private: nothing reads a private
-record, so a report may be shared with the release it describes.
+What is said of a release is post-processing of what is already private: nothing here reads a
+private record. Figures measured beforehand on real records are shown as well, where they lie beside
+the release; ``Section.uncovered`` names them, because no guarantee covers them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from understudy.data.layout import PARQUET, TENSORS
 from understudy.data.synthetic import SyntheticSet
 from understudy.errors import ReleaseError, UnknownName, UsageError
 from understudy.evaluation.classify import Scores
-from understudy.methods import Generative, method_named
+from understudy.methods import Generative, Trainer, mechanism_named, method_named
 from understudy.privacy.accounting import Accountant, epsilon
 from understudy.privacy.events import Event
 from understudy.privacy.public import Adjacency
@@ -74,6 +75,8 @@ class Entry:
     scores: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     ceilings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fidelity: Mapping[str, Any] | None = None
+    test: str = ""
+    """What the real records are called that scores, ceilings and fidelity were measured on."""
     audit: Mapping[str, Any] | None = None
     baselines: Mapping[str, float] = field(default_factory=dict)
     folder: Path | None = None
@@ -306,6 +309,10 @@ class Section:
     ceilings: tuple[Ceiling, ...]
     resemblance: Resemblance | None
     audited: Audited | None
+    test: str
+    """What the real records are called that figures were measured on; empty where unknown."""
+    uncovered: tuple[str, ...]
+    """What was measured on real records without noise, a sentence each."""
     baselines: Mapping[str, float]
     endless: bool
     """Whether the release holds a generator, from which any number of records can be drawn."""
@@ -368,6 +375,11 @@ def gather(entries: Sequence[Entry]) -> Report:
 
 def _section(entry: Entry) -> Section:
     release, synthetic = entry.release, entry.synthetic
+    if _is_of(release, Trainer):
+        raise ReleaseError(
+            f"'{entry.title}' holds a classifier, and a report is about synthetic sets. `understudy "
+            "evaluate` tests it and `understudy verify` recomputes its guarantee."
+        )
     if synthetic is None or len(synthetic) == 0:
         raise ReleaseError(
             f"'{entry.title}' has no synthetic set yet. If its run is still going, wait for it; if "
@@ -431,8 +443,10 @@ def _section(entry: Entry) -> Section:
         ),
         resemblance=None if entry.fidelity is None else _resemblance(entry.fidelity, entry.title),
         audited=None if entry.audit is None else _audited(entry.audit, entry.title),
+        test=printable(entry.test),
+        uncovered=_uncovered(entry),
         baselines={printable(name): float(value) for name, value in entry.baselines.items()},
-        endless=_endless(str(release.recipe["method"])),
+        endless=_is_of(release, Generative),
         snippets=_snippets(entry, synthetic),
         configuration={
             printable(key): printable(_value(value))
@@ -443,6 +457,18 @@ def _section(entry: Entry) -> Section:
         assumptions=tuple(map(printable, statement.assumptions)),
         departures=tuple(map(printable, statement.departures)),
     )
+
+
+def _uncovered(entry: Entry) -> tuple[str, ...]:
+    """Say which figures were measured on real records, which no noise stands before."""
+    test = f" ({printable(entry.test)})" if entry.test else ""
+    told = (
+        (entry.scores, f"Accuracy was measured on real test records{test}."),
+        (entry.ceilings, "The references were computed from real training records, read openly."),
+        (entry.fidelity, f"Fidelity compares the set with real test records{test}."),
+        (entry.baselines, "The baselines were given by whoever made this report."),
+    )
+    return tuple(sentence for figures, sentence in told if figures)
 
 
 def _known(statement: Statement) -> float:
@@ -457,10 +483,10 @@ def _method_title(name: str) -> str:
         return name
 
 
-def _endless(name: str) -> bool:
+def _is_of(release: Release, kind: type[Any]) -> bool:
     try:
-        return issubclass(method_named(name), Generative)
-    except UnknownName:
+        return issubclass(mechanism_named(str(release.recipe["method"])), kind)
+    except UnknownName:  # a method of a package that is not installed here
         return False
 
 
@@ -832,6 +858,14 @@ def _compare(sections: Sequence[Section], entries: Sequence[Entry]) -> Compariso
     notes = []
     for what, values in (
         ("datasets", {section.dataset for section in sections}),
+        (
+            "test sets",
+            {
+                f"{section.test or 'unknown'}, {section.scores[0].tested:,} records"
+                for section in sections
+                if section.scores
+            },
+        ),
         ("deltas", {f"{section.delta:g}" for section in sections}),
         ("units or adjacencies", {section.facts["what is protected"] for section in sections}),
         ("accountants", {section.facts["accountant"] for section in sections}),
@@ -902,6 +936,10 @@ def percent(share: float | None) -> str:
 
 
 def _value(value: object) -> str:
+    if value is None or value == "":
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

@@ -399,7 +399,9 @@ def trend(
         axes.tick_params(axis="y", labelcolor=COLOUR["muted"])
         axes.set_xlabel(x_label)
         axes.set_ylabel("accuracy, %")
-        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2, fontsize=9)
+        # Two columns where they fit: a legend wider than the axes would shrink the whole drawing.
+        columns = 2 if max(map(len, series), default=0) <= 22 else 1
+        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=columns, fontsize=9)
 
     told = "; ".join(
         f"{label}: " + ", ".join(f"{100 * dot.y:.1f} % at {dot.x:.4g}" for dot in dots)
@@ -438,7 +440,11 @@ def _upright(axes: Axes, share: float, label: str) -> None:
 
 
 def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+    """Shorten in the middle: names of one family mostly differ at the end."""
+    if len(text) <= most:
+        return text
+    end = most // 2
+    return f"{text[: most - 1 - end]}…{text[-end:]}"
 
 
 def _svg(
