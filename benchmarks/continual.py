@@ -74,12 +74,10 @@ class Continued(DPSGD):
         drawn = super().start(net, device)
         return drawn if self.before is None else {n: self.before[n].to(device) for n in drawn}
 
-    def _contribution(
-        self, public: Public, net: nn.Module, theta: Mapping[str, Tensor], step: int
-    ) -> Contribution:
-        inner = super()._contribution(public, net, theta, step)
-        places = torch.tensor(self.places, device=next(iter(theta.values())).device)
-        return lambda image, label: inner(image, places[label])
+    def _contribution(self, net: nn.Module, layout: Mapping[str, Tensor]) -> Contribution:
+        inner = super()._contribution(net, layout)
+        places = torch.tensor(self.places, device=next(iter(layout.values())).device)
+        return lambda state, image, label: inner(state, image, places[label])
 
 
 def stage(records: HeldOut, classes: tuple[int, ...]) -> PrivateDataset:

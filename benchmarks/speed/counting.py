@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from understudy.evaluation import classify
-from understudy.methods import optimisation
+from understudy.methods import gradient_matching, optimisation
 from understudy.nets import convnet
 from understudy.ops import pieces
 from understudy.privacy import gate
@@ -101,7 +101,10 @@ PIECES: tuple[tuple[ModuleType, str, Any], ...] = (
     (pieces, "PIXELS", 10**12),
     (gate, "CACHED_NUMBERS", 10**12),
     (convnet, "halve", lambda x: F.avg_pool2d(x, 2)),
-    *((module, "captured", lambda step, *_: step) for module in (gate, optimisation, classify)),
+    *(
+        (module, "captured", lambda step, *_: step)
+        for module in (gate, gradient_matching, optimisation, classify)
+    ),
 )
 """What a CPU does otherwise, for its cache's sake, and what a GPU is given instead.
 

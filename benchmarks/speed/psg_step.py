@@ -166,7 +166,7 @@ def our_gradients(suite: Suite, method: PSG, drawn: Drawn) -> Way:
 
     def run(count: int) -> Sequence[float]:
         laps = suite.laps()
-        asked = dataclasses.replace(method, repeats=count + 1)
+        asked = dataclasses.replace(method, outer_steps=count + 1, repeats=1, inner_epochs=0)
         theta = Theta(asked, drawn.private.public, suite.engine)
         theta.draw(0)
         contribution = theta.gradient_of_one(theta.weights)

@@ -134,7 +134,14 @@ def captured(
     with torch.cuda.stream(aside):
         for _ in range(WARM_UPS):
             step()
-    torch.cuda.current_stream(device).wait_stream(aside)
+    here = torch.cuda.current_stream(device)
+    here.wait_stream(aside)
+    waiting = _waits(step, aside)
+    for tensor, value in zip(changed, before):
+        tensor.copy_(value)
+    if waiting:
+        warnings.warn(f"A step waits for the device and runs unrecorded: {waiting}", stacklevel=2)
+        return step
     graph = torch.cuda.CUDAGraph()
     replay: Callable[[], None] = graph.replay
     collecting = gc.isenabled()
@@ -144,11 +151,30 @@ def captured(
         with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
             step()
     except RuntimeError as error:
+        torch.cuda.set_stream(here)  # a recording that fails leaves its own stream in place
         warnings.warn(f"A step could not be recorded and runs unrecorded: {error}", stacklevel=2)
         replay = step
     finally:
         if collecting:
             gc.enable()
-    for tensor, value in zip(changed, before):
-        tensor.copy_(value)
     return replay
+
+
+def _waits(step: Callable[[], None], aside: torch.cuda.Stream) -> RuntimeError | None:
+    """Run a step once and return what it waits for the device for, if anything.
+
+    A recording that fails half-way can leave the process unable to make another one.
+    """
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the mode says of itself that it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        with torch.cuda.stream(aside):
+            step()
+    except RuntimeError as error:
+        return error
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.current_stream().wait_stream(aside)
+    return None

@@ -411,6 +411,17 @@ def a_row_is_the_same_whoever_else_is_there() -> None:
             assert torch.equal(after - before, total(np.array([present]))), present
 
 
+def records_on_a_device_are_those_chosen() -> None:
+    """As many records as there are, in another order or repeated, are not all of them in turn."""
+    data = little(12)
+    with gate_for(data, Plan(Step(whole(1.0), 1)), ledger=fresh_ledger()) as gate:
+        images = torch.from_numpy(data._records._images)
+        vars(gate)["_on_device"] = images, torch.from_numpy(data._records._labels)
+        random = np.random.default_rng(6)
+        for chosen in (np.arange(12), random.permutation(12), random.integers(0, 12, 12)):
+            assert torch.equal(gate._raw(chosen)[0], images[chosen]), chosen
+
+
 def a_recorded_sum_counts_each_record_once() -> None:
     """What a GPU replays is the sum a CPU takes, bit for bit: nobody's rows, nor anybody's twice.
 
@@ -489,6 +500,7 @@ ALL = (
     the_smallest_class_sets_the_price,
     the_sum_is_exact,
     a_row_is_the_same_whoever_else_is_there,
+    records_on_a_device_are_those_chosen,
     a_recorded_sum_counts_each_record_once,
     what_is_seen_is_journalled,
 )

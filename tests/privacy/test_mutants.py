@@ -87,6 +87,11 @@ def chunks_as_small_as_what_is_left(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gate, "_filled", lambda rows, room: rows)
 
 
+def all_records_for_as_many(patch: pytest.MonkeyPatch) -> None:
+    """As many as there are is taken for all of them: teachers met each other's records."""
+    patch.setattr(gate, "in_turn", lambda chosen, count: len(chosen) == count)
+
+
 def one_query_too_many(patch: pytest.MonkeyPatch) -> None:
     """PSG's code: one run more than was paid for."""
     real = gate.Gate._take
@@ -262,6 +267,7 @@ MUTANTS: tuple[tuple[Break, Callable[[], None]], ...] = (
     (journal_made_anew, checks.answers_that_are_gone_are_not_drawn_again),
     (radii_of_53_bits, checks.noise_has_no_holes),
     (chunks_as_small_as_what_is_left, checks.a_row_is_the_same_whoever_else_is_there),
+    (all_records_for_as_many, checks.records_on_a_device_are_those_chosen),
     (one_query_too_many, checks.the_plan_is_enforced),
     (another_query_than_planned, checks.the_plan_is_enforced),
     (fixed_batches, checks.inclusion_is_independent),

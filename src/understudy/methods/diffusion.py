@@ -128,10 +128,12 @@ class Diffusion:
             return kept["pictures"]
         net = Denoiser(public.shape, len(public.classes), self.width)
         training = _Training(net.draw(seed("denoiser"), device), self, kept)
+        contribution = denoising_gradient(net, training.parameters(), self.noise_draws)
         for t in range(training.done, self.steps):
             draws = net.pool(seed("denoising noise", t), POOL, device)
-            contribution = denoising_gradient(net, training.parameters(), draws, self.noise_draws)
-            training.step(gate.noisy_sum(query, contribution).value / self.expected_batch)
+            state = {"weights": training.weights, **draws._asdict()}
+            answer = gate.noisy_sum(query, contribution, state).value
+            training.step(answer / self.expected_batch)
             if training.done % EVERY == 0:
                 gate.checkpoint(training.state())
         labels = torch.arange(self.images) % len(public.classes)
@@ -141,16 +143,18 @@ class Diffusion:
         return made
 
 
-def denoising_gradient(
-    net: Denoiser, parameters: Mapping[str, Tensor], draws: Draws, count: int
-) -> Contribution:
-    """Return the map from ONE record to the gradient of its denoising error, as one vector."""
-    values = {name: value.detach() for name, value in parameters.items()}
-    slopes = grad(lambda moving, record, label: net.loss(moving, record, label, draws, count))
+def denoising_gradient(net: Denoiser, like: Mapping[str, Tensor], count: int) -> Contribution:
+    """Return the map from the state and ONE record to the gradient of its denoising error.
 
-    def gradient(record: Tensor, label: Tensor) -> Tensor:
-        parts = slopes(values, record, label)
-        return torch.cat([parts[name].flatten() for name in values])
+    The state holds the weights, as one vector cut up as ``like`` is, and a pool of draws.
+    """
+    names = tuple(like)
+
+    def gradient(state: Mapping[str, Tensor], record: Tensor, label: Tensor) -> Tensor:
+        draws = Draws(*(state[name] for name in Draws._fields))
+        values = split(state["weights"], like, names)
+        parts = grad(net.loss)(values, record, label, draws, count)
+        return torch.cat([parts[name].flatten() for name in names])
 
     return gradient
 
@@ -163,31 +167,31 @@ class _Training:
     ) -> None:
         self._like, self._names, self._how = first, tuple(first), how
         drawn = torch.cat([value.flatten() for value in first.values()])
-        self._weights = kept.get("weights", drawn).clone()
+        self.weights = kept.get("weights", drawn).clone()
         self._average = kept.get("average", drawn).clone()
-        self._adam = torch.optim.Adam([self._weights], lr=how.learning_rate)
+        self._adam = torch.optim.Adam([self.weights], lr=how.learning_rate)
         if kept:
             moments = {name: kept[name] for name in ("step", "exp_avg", "exp_avg_sq")}
             moments["step"] = moments["step"].cpu()
-            self._adam.state[self._weights] = moments
+            self._adam.state[self.weights] = moments
         self.done = int(kept["step"]) if kept else 0
 
     def parameters(self, *, averaged: bool = False) -> dict[str, Tensor]:
         """Return the weights by name."""
-        return split(self._average if averaged else self._weights, self._like, self._names)
+        return split(self._average if averaged else self.weights, self._like, self._names)
 
     def step(self, gradient: Tensor) -> None:
         """Move by Adam. The average follows faster at first, so that it forgets the start."""
-        self._weights.grad = gradient
+        self.weights.grad = gradient
         self._adam.step()
         self.done += 1
         decay = min(self._how.average, self.done / (self.done + 9))
-        self._average.lerp_(self._weights, 1 - decay)
+        self._average.lerp_(self.weights, 1 - decay)
 
     def state(self) -> dict[str, Tensor]:
         """Return all it takes to go on: a function of answers and public values."""
-        moments = self._adam.state[self._weights]
-        return {"weights": self._weights, "average": self._average, **moments}
+        moments = self._adam.state[self.weights]
+        return {"weights": self.weights, "average": self._average, **moments}
 
 
 # Shares

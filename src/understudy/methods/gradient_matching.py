@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from understudy.engine import Engine, captured
+from understudy.engine import Engine, captured, moved
 from understudy.errors import BadConfiguration
 from understudy.nets.draw import Drawing, public_seed
 from understudy.nets.generator import draw_generator
@@ -110,7 +110,7 @@ class Training:
             self._steps[len(rows)] = self._recorded(rows)
         here, go = self._steps[len(rows)]
         if len(rows) < len(self._synthetic.labels):
-            here.copy_(rows)
+            here.copy_(moved(rows, here.device))
         go()
 
     def _recorded(self, rows: Tensor) -> tuple[Tensor, Callable[[], None]]:

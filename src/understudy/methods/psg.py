@@ -184,8 +184,9 @@ class PSG(Method):
             theta.draw(public_seed(self.seed, "network", run))
             shuffles = torch.Generator().manual_seed(public_seed(self.seed, "shuffles", run))
             for outer in range(outer_steps):
-                for _ in range(self.repeats):
-                    answer = gate.noisy_sum(query, contribution, theta.state()).value
+                asked_with = [theta.state] * self.repeats  # the same theta: none waits for another
+                answers = gate.noisy_sums(query, contribution, asked_with).value
+                for answer in answers.to(engine.torch_device):
                     matching.step(answer / self.expected_batch)
                 if outer + 1 < outer_steps:
                     for rows in self._batches(len(synthetic.labels), inner_epochs, shuffles):

@@ -183,7 +183,7 @@ class DPSGD(Trainer):
         """Train. What moves the weights is released, so all of it is public."""
         public, device = gate.public, gate.engine.torch_device
         net, query, vote = self.architecture(public), self.query(public), self.vote()
-        layout = draw_parameters(net, public_seed(self.seed, "network"), device=device)
+        layout = self.start(net, device)
         theta = torch.cat([value.flatten() for value in layout.values()])
         average, descend = theta.clone(), self._optimiser(theta)
         contribution = self._contribution(net, layout)
@@ -222,6 +222,10 @@ class DPSGD(Trainer):
         with torch.device("meta"):
             return _NETWORKS[self.network](public.shape, len(public.classes)).eval()
 
+    def start(self, net: nn.Module, device: torch.device) -> Mapping[str, Tensor]:
+        """Return the weights training starts from."""
+        return draw_parameters(net, public_seed(self.seed, "network"), device=device)
+
     def _batch(self, public: Public) -> float:
         """Return B, the expected batch."""
         return self.sampling_rate * public.size
@@ -229,10 +233,12 @@ class DPSGD(Trainer):
     def _contribution(self, net: nn.Module, layout: Mapping[str, Tensor]) -> Contribution:
         """Return the map from the state and one record to its compressed gradient (lines 14 to 16)."""
         vote, nothing = self.vote(), torch.empty(0)
+        device = next(iter(layout.values())).device
+        constants = {name: value.to(device) for name, value in net.named_buffers()}
 
         def contribution(state: Mapping[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
             weights = split(state["theta"], layout, tuple(layout))
-            gradient = gradient_of_one(net, weights, tuple(weights))
+            gradient = gradient_of_one(net, {**weights, **constants}, tuple(weights))
             if "draws" not in state:
                 return vote.cast(gradient(image, label), nothing)
             views = image.expand(self.augmentations, *image.shape)

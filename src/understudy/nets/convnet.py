@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from understudy.errors import BadConfiguration
 from understudy.nets.draw import materialise
 from understudy.ops import fused, opening
+from understudy.ops.neighbours import neighbours
 
 __all__ = ["ConvNet", "default_depth", "halve", "instance_norm", "random_convnet"]
 
@@ -64,8 +65,8 @@ def _as_product(x: Tensor, weight: Tensor, margin: int) -> Tensor:
         for column in range(columns)
     ]
     spare = -len(parts) % 8
-    neighbours = torch.stack(parts + [torch.zeros_like(parts[0])] * spare, dim=-1)
-    product = neighbours @ F.pad(weight.flatten(1), (0, spare)).T
+    windows = torch.stack(parts + [torch.zeros_like(parts[0])] * spare, dim=-1)
+    product = windows @ F.pad(weight.flatten(1), (0, spare)).T
     return product.permute(0, 3, 1, 2)
 
 
@@ -76,7 +77,7 @@ def _by_columns(x: Tensor, weight: Tensor) -> Tensor:
     libraries take a convolution with as many groups as there are records.
     """
     height, width = x.shape[-2:]
-    columns = F.unfold(x, 3, padding=1)
+    columns = neighbours(F.pad(x, (1, 1, 1, 1)), 3)
     product = weight.flatten(1) @ columns
     return product.view(*product.shape[:-1], height, width)
 

@@ -106,6 +106,8 @@ class Denoiser:
 
     def pool(self, seed: int, count: int, device: torch.device) -> Draws:
         """Draw public noise from the seed; levels rise evenly through the pool, each jittered."""
+        # Where the schedule looks for it while records are mapped over.
+        self._schedule.alphas_cumprod = self._schedule.alphas_cumprod.to(device)
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(count, *self.shape, generator=generator)
         even = (torch.arange(count) + torch.rand(count, generator=generator)) / count

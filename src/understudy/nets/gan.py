@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from understudy.errors import BadConfiguration
 from understudy.nets.draw import uniforms
+from understudy.ops.neighbours import neighbours
 
 __all__ = ["Discriminator", "Generator", "Weights"]
 
@@ -262,7 +263,7 @@ def _padded(x: Tensor) -> Tensor:
 
 def _patches(x: Tensor) -> Tensor:
     """Return the 5x5 patches a stride of 2 meets, as columns (channels x 25, pictures x places)."""
-    columns = F.unfold(_padded(x), KERNEL, stride=2)
+    columns = neighbours(_padded(x), KERNEL, stride=2)
     return columns.transpose(0, 1).reshape(columns.shape[1], -1)
 
 

@@ -75,7 +75,8 @@ class EdgeLinear(nn.Module):
         image = _image("edges", shape)
         self.cell = max(2, min(image[1:]) // 7)
         cells = (image[1] // self.cell) * (image[2] // self.cell)
-        self.filters = _slopes(self.DIRECTIONS, self.BLUR)
+        self.filters: Tensor
+        self.register_buffer("filters", _slopes(self.DIRECTIONS, self.BLUR), persistent=False)
         self.classifier = nn.Linear(self.DIRECTIONS * cells, classes)
 
     def embed(self, x: Tensor) -> Tensor:

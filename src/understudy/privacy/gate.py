@@ -66,6 +66,9 @@ SHORT = 1 - 2.0**-30
 
 CACHED_NUMBERS = 2**18
 
+SHARDS_ROOM = 4
+"""On a GPU shards' networks, which are small, work on so many times the records of one network."""
+
 ROWS_BYTES, CPU_ROWS_BYTES = 2**28, 2**25
 """Bound on the float64 rows of one chunk; on a CPU what its caches can do with."""
 
@@ -283,7 +286,7 @@ class Gate:
 
     def noisy_counts(self, query: Query) -> NoisySum:
         """Count the records of each class, noisily. Each record adds 1 to one count."""
-        return self.noisy_sum(query, lambda image, label: torch.ones(()))
+        return self.noisy_sum(query, lambda image, label: image.new_ones(()))
 
     def bare_batch(self, query: Query) -> tuple[Tensor, Tensor]:
         """Hand out one planned batch as it is: for algorithms that have no proof.
@@ -382,7 +385,7 @@ class Gate:
         turn = self._take(query)
         stored = self.grant.journal.read(turn)
         if stored is not None:
-            return stored
+            return stored.to(self.engine.torch_device)
         sums, shape, step = total(turn)
         if query.stddev > 0:
             stream = self._secret.stream(self.grant.id, turn, "noise")
@@ -452,7 +455,7 @@ class Gate:
             labels = torch.from_numpy(self._records._labels[chosen])
             return moved(images, device), moved(labels, device)
         images, labels = self._on_device
-        if len(chosen) == len(labels):
+        if in_turn(chosen, len(labels)):
             return self._on_device
         places = moved(torch.from_numpy(chosen), device)
         return images[places], labels[places]
@@ -485,6 +488,11 @@ def _filled(rows: Tensor, room: int) -> Tensor:
     """Add blank rows until there are so many."""
     missing = room - len(rows)
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+def in_turn(chosen: npt.NDArray[np.intp], count: int) -> bool:
+    """Tell whether all records were chosen, one after the other."""
+    return len(chosen) == count and np.array_equal(chosen, np.arange(count))
 
 
 def recordable(device: torch.device) -> bool:
@@ -691,13 +699,17 @@ class Shards:
             raise BadConfiguration(f"A shard must see at least one record at a time: {batch}.")
         self._gate, self._members, self._batch, self._trained = gate, members, batch, 0
         device = gate.engine.torch_device
-        parts = [start(torch.arange(g.start, g.stop, device=device)) for g in self._groups()]
-        self._states = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        for name, value in self._states.items():
-            if len(value) != len(members):
-                raise BadConfiguration(
-                    f"start() made {len(value)} states '{name}' for {len(members)} shards."
-                )
+        self._states: State = {}
+        for group in self._groups():
+            numbers = torch.arange(group.start, group.stop, device=device)
+            for name, value in start(numbers).items():
+                if len(value) != len(numbers):
+                    raise BadConfiguration(
+                        f"start() made {len(value)} states '{name}' for {len(numbers)} shards."
+                    )
+                if name not in self._states:
+                    self._states[name] = value.new_empty(len(members), *value.shape[1:])
+                self._states[name][group] = value
 
     def __len__(self) -> int:
         return len(self._members)
@@ -757,7 +769,9 @@ class Shards:
 
     def _groups(self) -> Iterator[slice]:
         """Cut the shards into groups, as many at a time as the engine works on together."""
-        at_once = max(1, self._gate.engine.records_at_once // self._batch)
+        engine = self._gate.engine
+        room = engine.records_at_once * (1 if engine.torch_device.type == "cpu" else SHARDS_ROOM)
+        at_once = max(1, room // self._batch)
         for first in range(0, len(self), at_once):
             yield slice(first, min(first + at_once, len(self)))
 
@@ -787,10 +801,9 @@ class Shards:
 
     def _load(self, chosen: npt.NDArray[np.intp]) -> tuple[Tensor, Tensor]:
         """Fetch each shard's records; zeros where there are none."""
-        here = chosen.reshape(-1) >= 0
-        some, own = self._gate._load(chosen.reshape(-1)[here])
-        images = some.new_zeros(len(here), *some.shape[1:])
-        labels = own.new_zeros(len(here))
-        images[torch.from_numpy(here).to(images.device)] = some
-        labels[torch.from_numpy(here).to(labels.device)] = own
+        places = np.flatnonzero(chosen.reshape(-1) >= 0)
+        some, own = self._gate._load(chosen.reshape(-1)[places])
+        here = moved(torch.from_numpy(places), some.device)
+        images = some.new_zeros(chosen.size, *some.shape[1:]).index_copy_(0, here, some)
+        labels = own.new_zeros(chosen.size).index_copy_(0, here, own)
         return images.reshape(*chosen.shape, *some.shape[1:]), labels.reshape(chosen.shape)
