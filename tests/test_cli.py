@@ -104,6 +104,21 @@ def test_a_second_run_is_refused_until_the_cap_is_raised(
     assert code == 0 and "1 earlier run" in out
 
 
+def test_the_cap_can_be_fixed_before_the_first_run(run: Run, scans: Path, tmp_path: Path) -> None:
+    code, out, _ = run("ledger", scans, "--cap", 1.5)
+    assert code == 0 and "At most epsilon 1.5 may ever be" in out
+    book = tmp_path / "other.jsonl"
+    assert run("ledger", scans, "--ledger", book, "--cap", 2, "--delta", 1e-6)[0] == 0
+    assert run("ledger", scans, "--ledger", book, "--cap", 9)[0] == 2, "one has begun"
+    found = json.loads(run("ledger", "--ledger", book, "--json")[1])
+    assert (found["cap"], found["delta"], found["runs"]) == (2, 1e-6, [])
+    assert run("synth", scans, *SMALL, "-e", 1, "-o", tmp_path / "a")[0] == 0
+    code, _, err = run("synth", scans, *SMALL, "-e", 1, "-o", tmp_path / "b", "--set", "seed=1")
+    assert code == 4 and "of 1.5 left" in err
+    statement = json.loads((tmp_path / "a" / "statement.json").read_text())
+    assert statement["cap"]["epsilon"] == 1.5 and statement["budget"]["epsilon"] == 1.0
+
+
 def test_prices(run: Run) -> None:
     code, out, _ = run("plan", "digits", *SMALL, "-e", 1, "--json")
     assert code == 0
@@ -144,7 +159,7 @@ def test_listings(run: Run) -> None:
         (["report", "no-release"], 5, "A run that is still going makes it"),
         (["audit", "--label", "income", "-e", "1"], 2, "give --release too"),
         (["account", "--noise", "1"], 2, "exactly two"),
-        (["ledger"], 2, "one of them"),
+        (["ledger"], 2, "Give DATA"),
         (["ledger", "--ledger", "nowhere.jsonl"], 2, "There is no ledger nowhere.jsonl"),
         (["plan", "--shape", "1x8x8", "-e", "1"], 2, "give them, as in --class-sizes 500,400"),
         (["plan", "digits", "--device", "gpu"], 2, "Known: auto, cpu, cuda, cuda:1"),

@@ -697,30 +697,36 @@ def ledger(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what was spent on a dataset, or change the cap.
+    """Show what was spent on a dataset, or set the cap.
 
-    The first run on a dataset sets the cap to its own budget, so a second one is refused until
-    somebody decides that more may be spent:
-
-        understudy ledger scans/
+    The cap is what is guaranteed of all runs together. It is best fixed before the first run; else
+    that run's own budget becomes the cap, and a second run is refused until somebody decides that
+    more may be spent:
 
         understudy ledger scans/ --cap 3
+
+        understudy ledger scans/
     """
-    if (data is None) == (path is None):
-        raise BadConfiguration("Give DATA or --ledger, one of them.")
-    if path is not None and not path.exists():
+    opened = None if data is None else _open(data, declared)
+    if opened is None and path is None:
+        raise BadConfiguration("Give DATA, or --ledger and a ledger's file.")
+    begins = opened is not None and cap is not None
+    if path is not None and not path.exists() and not begins:
         raise BadConfiguration(
             f"There is no ledger {path}, so nothing is known of what was spent. Give the file that "
             "the runs were given with --ledger, or DATA for the one in your state folder."
         )
-    book = jobs.Ledger(path) if path else _open(data or "", declared).ledger()
+    book = opened.ledger() if opened and path is None else jobs.Ledger(path or "")
+    if opened is not None and path is not None and book.cap() is not None:
+        raise BadConfiguration(f"Ledger {path} has begun: give --ledger without DATA.")
     if cap is not None:
-        jobs.set_cap(book, cap, delta)
+        jobs.set_cap(book, cap, delta, opened)
     summary = jobs.summarise(book)
     if as_json:
         return _print_json(summary)
     if not summary["runs"]:
-        out.print(f"Nothing was ever asked of these records ({book.path}).")
+        limit = "" if cap is None else f" At most epsilon {summary['cap']} may ever be."
+        out.print(f"Nothing was ever asked of these records ({book.path}).{limit}")
         return
     table = Table("time", "by", "asked", "finished", box=None, pad_edge=False)
     for run in summary["runs"]:

@@ -795,11 +795,18 @@ def _short(value: float) -> float | str:
     return "infinite" if math.isinf(value) else float(f"{value:.6g}")
 
 
-def set_cap(ledger: Ledger, cap: float, delta: float | None = None) -> None:
-    """Change the most that may ever be spent; the change is recorded."""
+def set_cap(
+    ledger: Ledger, cap: float, delta: float | None = None, data: PrivateDataset | None = None
+) -> None:
+    """Set the most that may ever be spent on records, before the first run; or change it."""
     now = ledger.cap()
     if now is None:
-        raise LedgerError(f"Ledger {ledger.path} has no entries yet; the first run makes it.")
+        if data is None:
+            raise LedgerError(
+                f"Ledger {ledger.path} has not begun. Give the data it is to belong to."
+            )
+        data.begin_ledger(ledger, Budget(cap, delta or 1e-5))
+        return
     ledger.raise_cap(Budget(cap, delta or now.delta), by="command line")
 
 

@@ -166,6 +166,10 @@ class PrivateDataset:
         """Return the ledger these records meet by default, in the user's state folder."""
         return Ledger.for_fingerprint(self._records._fingerprint())
 
+    def begin_ledger(self, ledger: Ledger, cap: Budget) -> None:
+        """Fix the most that all runs on these records may ever spend, before the first one."""
+        ledger.begin(cap, public=self.public, fingerprint=self._records._fingerprint())
+
     @contextlib.contextmanager
     def open(
         self,

@@ -259,6 +259,13 @@ class Ledger:
                 raise LedgerError(f"Ledger {self.path} has no entries yet.")
             self._append(entries, {"kind": "cap", "by": by, "cap": cap.to_json()})
 
+    def begin(self, cap: Budget, *, public: Public, fingerprint: bytes) -> None:
+        """Begin the ledger of some records with the most that may ever be spent on them."""
+        with self._locked() as entries:
+            if entries:
+                raise LedgerError(f"Ledger {self.path} has begun; its cap can be changed.")
+            self._create(entries, public, keyed_fingerprint(fingerprint), cap)
+
     @contextlib.contextmanager
     def reserve(
         self,
@@ -325,18 +332,7 @@ class Ledger:
         with self._locked() as entries:
             if not entries:
                 entries.append(
-                    self._append(
-                        entries,
-                        {
-                            "kind": "created",
-                            "dataset": public.name,
-                            "fingerprint": fingerprint,
-                            "adjacency": public.adjacency.value,
-                            "unit": public.unit,
-                            "labels": public.labels,
-                            "cap": (self._first_cap or budget).to_json(),
-                        },
-                    )
+                    self._create(entries, public, fingerprint, self._first_cap or budget)
                 )
             self._same_terms(entries[0], public, fingerprint)
             reserved = [entry for entry in entries if entry["kind"] == "reserved"]
@@ -359,6 +355,21 @@ class Ledger:
             if not self._take_run(stack, entry["grant"]):
                 raise LedgerError("A new run's folder is already locked.")
             return self._append(entries, entry), reserved, cap_in(entries)
+
+    def _create(
+        self, entries: list[dict[str, Any]], public: Public, fingerprint: str, cap: Budget
+    ) -> dict[str, Any]:
+        """Write the first line: whose records, in which terms, and the most they may cost."""
+        first = {
+            "kind": "created",
+            "dataset": public.name,
+            "fingerprint": fingerprint,
+            "adjacency": public.adjacency.value,
+            "unit": public.unit,
+            "labels": public.labels,
+            "cap": cap.to_json(),
+        }
+        return self._append(entries, first)
 
     def _refuse_overspending(
         self,
