@@ -15,7 +15,7 @@ import torch
 from tests.fixtures import private
 from understudy.data.folder import load, save
 from understudy.engine import Engine
-from understudy.errors import UnknownName
+from understudy.errors import BadConfiguration, UnknownName
 from understudy.jobs import verify
 from understudy.methods import Method, registered
 from understudy.privacy import Accountant, Budget, Ledger, PrivateDataset, Secret
@@ -68,6 +68,10 @@ def test_configuration_survives_json_and_unknown_fields_are_refused(kind: type[M
     assert kind.configured(recipe["configuration"]) == method
     with pytest.raises(UnknownName, match="noise_multiplier"):
         kind.configured({"noise_multiplyer": 1.0})
+    with pytest.raises(BadConfiguration, match="seed is 'one'; it takes a whole number"):
+        kind.configured({"seed": "one"})
+    with pytest.raises(BadConfiguration, match="noise_multiplier is True; it takes a number"):
+        kind.configured({"noise_multiplier": True})
     with pytest.raises(dataclasses.FrozenInstanceError):
         method.seed = 1  # type: ignore[misc]
 

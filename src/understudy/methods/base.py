@@ -137,9 +137,10 @@ class Mechanism(abc.ABC):
     def configured(cls: type[M], values: Mapping[str, Any]) -> M:
         """Build from plain values; an unknown field is refused with the nearest name."""
         known = {field.name: field for field in dataclasses.fields(cls)}
-        for key in values:
+        for key, value in values.items():
             if key not in known:
                 raise UnknownName(f"field of {cls.name}", key, known)
+            _check_kind(cls.name, key, value, known[key].default)
         try:
             return cls(**{key: _tupled(value) for key, value in values.items()})
         except TypeError as error:
@@ -202,6 +203,23 @@ class Trainer(Mechanism):
     @abc.abstractmethod
     def classifier(self, release: Release, *, engine: Engine | None = None) -> nn.Module:
         """Build the trained network, in evaluation mode: records in, one logit a class out."""
+
+
+_KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a word"),
+}
+
+
+def _check_kind(name: str, field: str, value: Any, default: Any) -> None:
+    """Refuse a value of another kind than the field's default, where that has a plain one."""
+    if value is None or type(default) not in _KINDS:
+        return
+    allowed, told = _KINDS[type(default)]
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        raise BadConfiguration(f"{name}: {field} is {value!r}; it takes {told}.")
 
 
 def _tupled(value: Any) -> Any:
