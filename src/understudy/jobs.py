@@ -739,7 +739,8 @@ def audit_release(
 
     ``pool`` is public data, or test data, of the same kind of records; by default the test split of
     the named dataset the release is of. Class sizes are those declared of the private data, so the
-    claim that is audited is the release's own. Raises AuditFailed, after keeping the result.
+    claim that is audited is the release's own; where they were measured, it is that of all
+    questions but the counting. Raises AuditFailed, after keeping the result.
     """
     release, _ = load(folder)
     public, statement = release.public, release.statement

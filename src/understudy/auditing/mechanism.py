@@ -575,7 +575,7 @@ def _of_means(
         attack="mean likelihood ratio of a run",
         epsilon=gaussian_epsilon(mu, delta),
         confidence=confidence,
-        rests_on="the noise is Gaussian, and no query is sampled",
+        rests_on="the noise is Gaussian, no query is sampled, the canary moves every run alike",
         figures={"mu_at_least": mu},
     )
 
@@ -644,7 +644,7 @@ def _of_repetition(traffic: Traffic) -> Evidence:
     return Evidence(
         attack="noise that repeats itself",
         epsilon=math.inf if found and moved else 0.0,
-        # Eight Gaussian differences below a thousandth: chance under 1e-24, beside the others.
+        # Eight Gaussian differences below a thousandth: chance under 1e-22, beside the others.
         confidence=1.0,
         rests_on="whoever runs the same program, or compares two answers, takes the noise off",
         figures={"between_runs": between_runs, "between_answers": between_answers},

@@ -86,14 +86,14 @@ class WholeSet(Matching):
         "laptop": Preset(
             {"width": 32, "queries": 10, "steps": 800},
             "MNIST at epsilon 1 on two CPU cores: 95.3 % (two releases, three networks each, quick "
-            "protocol; docs/results.md) in 6 minutes, one network's evaluation included. Width, "
-            "queries and steps were set by the time they take.",
+            "protocol; benchmarks/results/whole_set.jsonl) in 6 minutes, one network's evaluation "
+            "included. Width, queries and steps were set by the time they take.",
         ),
         "small": Preset(
             _PIXELS,
             "For about a hundred 8x8 pictures a class: one noisy mean of the pixels, since noise "
             "leaves room for no more. Chosen on scikit-learn's digits, a public benchmark, by "
-            "accuracy there: see docs/results.md.",
+            "accuracy there: see benchmarks/results/whole_set.jsonl.",
         ),
         "table": Preset(
             {**_PIXELS, "images_per_class": 50},
