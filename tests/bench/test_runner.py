@@ -20,9 +20,10 @@ from understudy.bench.lines import append, latest, read
 from understudy.bench.runner import families, measure, up_to_date
 from understudy.engine import Engine
 from understudy.errors import BadConfiguration, DataError
-from understudy.methods import LDPDC
+from understudy.methods import LDPDC, PSG
 from understudy.privacy.accounting import Accountant, Budget, epsilon
 from understudy.privacy.events import Event
+from understudy.privacy.gate import Gate
 from understudy.privacy.public import Adjacency
 
 QUICK = Cell(
@@ -87,6 +88,30 @@ class TestResume:
             measure([QUICK, OTHER], results, device="cpu", told=told)
         assert seen == [[QUICK.digest]]
         assert measure([QUICK, OTHER], results, device="cpu").done == 1
+
+    def test_a_release_that_was_killed_is_taken_up_where_it_was(
+        self, results: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        values = {k: v for k, v in PSG.miniature.items() if k != "images_per_class"}
+        cell = dataclasses.replace(QUICK, method="psg", values=values, images_per_class=2)
+        asked: list[int] = []
+        real = Gate._answer
+
+        def answer(self: Gate, query: Any, total: Any) -> Any:
+            def counted(turn: int) -> Any:
+                asked.append(turn)
+                if len(asked) == 6:
+                    raise KeyboardInterrupt
+                return total(turn)
+
+            return real(self, query, counted)
+
+        monkeypatch.setattr(Gate, "_answer", answer)
+        with pytest.raises(KeyboardInterrupt):
+            measure([cell], results, device="cpu")
+        assert measure([cell], results, device="cpu").done == 1
+        assert sorted(set(asked)) == list(range(8)) and len(asked) <= 10, asked
+        assert list(results.parent.iterdir()) == [results], "nothing is left of the ledger"
 
 
 class TestFailure:
@@ -233,28 +258,30 @@ class TestProcesses:
         with pytest.raises(BadConfiguration, match="threads to share"):
             measure([QUICK], results, device="cpu", jobs=1000)
 
-    def test_work_beside_each_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_work_beside_each_other(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(runner, "_work", dying.reports_all)
-        lines = list(runner._beside([(QUICK,), (OTHER,)], "cpu", 2, None))
+        lines = list(runner._beside([(QUICK,), (OTHER,)], "cpu", 2, None, tmp_path))
         assert {line["cell"] for line in lines} == {QUICK.digest, OTHER.digest}
         assert len({line["process"] for line in lines} - {os.getpid()}) == 2
 
     def test_that_die_are_failures_of_what_they_had_not_reported(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(runner, "_work", dying.reports_one_then_is_killed)
-        lines = list(runner._beside([(QUICK, OTHER)], "cpu", 1, None))
+        lines = list(runner._beside([(QUICK, OTHER)], "cpu", 1, None, tmp_path))
         assert [line["status"] for line in lines] == ["done", "failed"]
         assert lines[1]["cell"] == OTHER.digest
         assert "killed" in lines[1]["error"]
 
-    def test_begin_nothing_after_the_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_begin_nothing_after_the_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(runner, "_work", dying.reports_all)
-        assert list(runner._beside([(QUICK,)], "cpu", 1, ends=1.0)) == []
+        assert list(runner._beside([(QUICK,)], "cpu", 1, 1.0, tmp_path)) == []
 
-    def test_send_what_they_measure(self) -> None:
+    def test_send_what_they_measure(self, tmp_path: Path) -> None:
         ours, theirs = multiprocessing.Pipe(duplex=False)
-        runner._work(theirs, [QUICK], "cpu", None, 1)
+        runner._work(theirs, [QUICK], "cpu", None, tmp_path, 1)
         assert ours.recv()["status"] == "done"
 
 

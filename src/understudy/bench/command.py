@@ -89,7 +89,8 @@ def bench(
 
     Each cell is a release, a set made from it and networks trained on the set; its result is one
     JSON line with provenance. A run that stopped, or whose --minutes were over, is taken up by the
-    same command. Ledgers are thrown away: these are no private records.
+    same command, in the midst of a release, too. Ledgers are thrown away: these are no private
+    records.
 
     Examples:
         understudy bench --list

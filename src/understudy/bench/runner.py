@@ -1,8 +1,8 @@
 """Measure cells: fit, synthesise, train on the set, test; one JSON line for each, at once on disk.
 
 A run that was stopped, by a time limit, a crash or Ctrl-C, is taken up by the same command: cells
-that stand in the file are not measured again. A cell that fails is recorded as failed and does not
-stop the rest; the next run tries it again.
+that stand in the file are not measured again, and a release that was being made is taken up where it
+was. A cell that fails is recorded as failed and does not stop the rest; the next run tries it again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import json
 import multiprocessing
 import platform
 import resource
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections import deque
@@ -96,10 +96,11 @@ def measure(
             wanted.setdefault(cell.digest, cell)
     seen = 0
     groups = families(list(wanted.values()))
+    unfinished = results.with_name(f".{results.stem}-unfinished")
     if jobs == 1:
-        working = _here(groups, engine, ends, progress)
+        working = _here(groups, engine, ends, unfinished, progress)
     else:
-        working = _beside(groups, device, jobs, ends)
+        working = _beside(groups, device, jobs, ends, unfinished)
     with contextlib.closing(working) as lines:
         for line in lines:
             line = {**line, "command": command}
@@ -153,17 +154,25 @@ def families(cells: Sequence[Cell]) -> list[tuple[Cell, ...]]:
 
 
 def _here(
-    groups: Sequence[tuple[Cell, ...]], engine: Engine, ends: float | None, progress: Progress
+    groups: Sequence[tuple[Cell, ...]],
+    engine: Engine,
+    ends: float | None,
+    unfinished: Path,
+    progress: Progress,
 ) -> Generator[Line, None, None]:
     for family in groups:
-        yield from _measured(family, engine, ends, progress)
+        yield from _measured(family, engine, ends, unfinished, progress)
 
 
 def _measured(
-    family: Sequence[Cell], engine: Engine, ends: float | None, progress: Progress = silent
+    family: Sequence[Cell],
+    engine: Engine,
+    ends: float | None,
+    unfinished: Path,
+    progress: Progress = silent,
 ) -> Iterator[Line]:
     """Measure cells that share a release; what goes wrong is recorded for each."""
-    shop = _Workshop(engine, progress)
+    shop = _Workshop(engine, unfinished, progress)
     for cell in family:
         if ends is not None and time.time() >= ends:
             return
@@ -197,6 +206,8 @@ class _Workshop:
     """Measure the cells of one family, one after the other; keep the release they share."""
 
     engine: Engine
+    unfinished: Path
+    """Where the ledgers of releases that are being made lie: thrown away with each."""
     progress: Progress
     fitted: _Fitted | None = None
     broken: Exception | None = None
@@ -255,16 +266,23 @@ class _Workshop:
     def _fit(self, cell: Cell) -> _Fitted:
         method, data = cell.configured(), records(cell.dataset, cell.resize)
         begun = self._clock()
-        with tempfile.TemporaryDirectory(prefix="understudy-bench-") as folder:
+        folder = self.unfinished / f"{cell.digest}-{source_digest()}"
+        try:
             release = run.fit(
                 data,
                 method,
                 budget=cell.budget,
                 delta=cell.delta,
-                ledger=Ledger(Path(folder) / "ledger.jsonl"),
+                ledger=Ledger(folder / "ledger.jsonl"),
                 engine=self.engine,
                 progress=self.progress,
             )
+        except Exception:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder)
+        with contextlib.suppress(OSError):
+            self.unfinished.rmdir()
         return _Fitted(release, method, self._clock() - begun, cell.digest)
 
     def _made(self, cell: Cell, fitted: _Fitted) -> SyntheticSet | None:
@@ -399,7 +417,11 @@ def protocol(cell: Cell) -> Protocol:
 
 
 def _beside(
-    groups: Sequence[tuple[Cell, ...]], device: str, jobs: int, ends: float | None
+    groups: Sequence[tuple[Cell, ...]],
+    device: str,
+    jobs: int,
+    ends: float | None,
+    unfinished: Path,
 ) -> Generator[Line, None, None]:
     """Give every family a process of its own, ``jobs`` at a time.
 
@@ -415,7 +437,7 @@ def _beside(
             while waiting and len(at_work) < jobs and not (ends and time.time() >= ends):
                 family = waiting.popleft()
                 ours, theirs = context.Pipe(duplex=False)
-                given = (theirs, family, device, ends, threads)
+                given = (theirs, family, device, ends, unfinished, threads)
                 fresh = context.Process(target=_work, args=given)
                 fresh.start()
                 theirs.close()
@@ -447,10 +469,11 @@ def _work(
     family: Sequence[Cell],
     device: str,
     ends: float | None,
+    unfinished: Path,
     threads: int,
 ) -> None:
     torch.set_num_threads(threads)
-    for line in _measured(family, Engine(device=device), ends):
+    for line in _measured(family, Engine(device=device), ends, unfinished):
         connection.send(line)
     connection.close()
 
