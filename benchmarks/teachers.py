@@ -1,7 +1,7 @@
 """Compare a stack of teachers with a loop over them: one DataLens iteration, in one run.
 
 Usage: python benchmarks/teachers.py [--teachers 200] [--device cpu] [--rounds 3] [--chunk N]
-           [--loop N] [--preset paper-eps1] [--side 28] [--out FILE]
+           [--loop N] [--preset mnist-eps1] [--side 28] [--out FILE]
 
     python benchmarks/teachers.py --teachers 2000 4000 --device cuda --loop 200
 
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--loop", type=int)
     parser.add_argument("--chunk", type=int)
-    parser.add_argument("--preset", default="paper-eps1", choices=DataLens.presets)
+    parser.add_argument("--preset", default="mnist-eps1", choices=DataLens.presets)
     parser.add_argument("--side", type=int, default=28)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -172,7 +172,7 @@ def _all_methods(dataset: str, epsilon: float, size: int) -> Iterator[Cell]:
         yield from one(f"dosser{pea}", "dosser", **paper, after={"expand": expand})
     yield from one("psg", "psg", preset=f"paper-eps{epsilon:g}")
     yield from one("dp-merf", "dp-merf")
-    yield from one("datalens", "datalens")
+    yield from one("datalens", "datalens", preset=f"mnist-eps{epsilon:g}")
     yield from one("dpaf", "dpaf")
 
 
