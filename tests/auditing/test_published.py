@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.auditing.test_audit import look
 from tests.privacy import test_mutants as broken
 from understudy.auditing import AuditPool
-from understudy.methods import DPAF, Dosser, dpaf
+from understudy.methods import DPAF, Dosser, dpaf_game
 from understudy.privacy import Budget, Public, Secret, gate
 
 pytestmark = pytest.mark.slow
@@ -100,12 +100,12 @@ def test_the_clipping_of_dpaf_as_published_is_caught(
     """Let it ask the gate, at a v taken from the clean aggregate: clipping does not bound that."""
     method = DPAF(**DPAF.miniature).calibrated(pool.public, Budget(4.0))
 
-    def clean(self: Any, weights: dpaf.Weights) -> Tensor:
+    def clean(self: Any, weights: dpaf_game.Weights) -> Tensor:
         images, labels = self.gate._load(np.arange(len(self.gate._records._labels)))
         total = torch.zeros(2, *self.discriminator.aggregate)
         total.index_add_(0, labels, self.discriminator.features(weights, images))
         return total / len(labels)
 
-    monkeypatch.setattr(dpaf._Gated, "standing", clean)
+    monkeypatch.setattr(dpaf_game._Gated, "standing", clean)
     result = look(method, pool)
     assert not result.passed and "moves an exact sum" in str(result.findings)

@@ -30,7 +30,7 @@ from understudy.methods import (
     Dosser,
     Mechanism,
     WholeSet,
-    dpaf,
+    dpaf_game,
 )
 from understudy.methods.diffusion import Diffusion
 from understudy.privacy import Adjacency, Gate, Plan, Public, Release, Step
@@ -251,7 +251,7 @@ def test_the_published_clipping_of_dpaf_is_caught(
     Clipped or not, every record's gradient follows v, and v follows every record.
     """
 
-    def clean(self: Any, weights: dpaf.Weights) -> Tensor:
+    def clean(self: Any, weights: dpaf_game.Weights) -> Tensor:
         images, labels = self.gate._load(np.arange(len(self.gate._records._labels)))
         total = torch.zeros(2, *self.discriminator.aggregate)
         total.index_add_(0, labels, self.discriminator.features(weights, images))
@@ -259,7 +259,7 @@ def test_the_published_clipping_of_dpaf_is_caught(
 
     method = small(DPAF)
     assert told(method, tmp_path / "sound").findings == ()
-    monkeypatch.setattr(dpaf._Gated, "standing", clean)
+    monkeypatch.setattr(dpaf_game._Gated, "standing", clean)
     result = told(method, tmp_path)
     assert "moves an exact sum ('conv2 gradients'" in result.findings[0]
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from tests.fixtures import gate_for, private
 from tests.methods.test_ndpdc import CPU, MNIST, table, two_pictures
 from understudy.errors import BadConfiguration, BudgetExceeded
-from understudy.methods import dpaf
-from understudy.methods.dpaf import DPAF, clipped_sum, features_of_one, largest, pull_of_one
+from understudy.methods.dpaf import DPAF
+from understudy.methods.dpaf_game import Game, clipped_sum, features_of_one, largest, pull_of_one
 from understudy.nets.dpaf import Discriminator, Weights
 from understudy.privacy import Accountant, Budget, Ledger, PrivateDataset, Query, Secret
 from understudy.privacy.accounting import epsilon
@@ -298,7 +298,7 @@ def test_conv1_moves_only_where_it_is_told_to(tmp_path: Path) -> None:
     ):
         method = small(conv1=conv1, noise_multiplier=0.0)
         with gate_for(data, method.plan(data.public), ledger=Ledger(tmp_path / conv1)) as gate:
-            game = dpaf._Game(method, gate)
+            game = Game(method, gate)
             before = {name: value.clone() for name, value in game.weights.items()}
             game.play()
             for name, value in game.weights.items():
@@ -315,7 +315,7 @@ def test_a_step_of_conv2_is_the_clipped_pulls_of_both_sides(tmp_path: Path) -> N
     images = torch.from_numpy(data._records._images)
     labels = torch.from_numpy(data._records._labels)
     with gate_for(data, method.plan(data.public), ledger=Ledger(tmp_path / "l")) as gate:
-        game = dpaf._Game(method, gate)
+        game = Game(method, gate)
         stepped: list[Weights] = []
         game.conv.step = stepped.append  # type: ignore[assignment, method-assign]
         stream, first = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
@@ -353,7 +353,7 @@ def test_rare_classes_count_as_much_as_common_ones(tmp_path: Path) -> None:
     data = private(images, np.arange(40) % 10 == 0)
     method = small(group_size=4.0, noise_multiplier=0.0)
     with gate_for(data, method.plan(data.public), ledger=Ledger(tmp_path / "l")) as gate:
-        weight = dpaf._Game(method, gate).weight.flatten()
+        weight = Game(method, gate).weight.flatten()
     assert weight.tolist() == pytest.approx([40 / 36, 10.0])
 
 

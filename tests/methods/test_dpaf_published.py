@@ -13,9 +13,10 @@ from torch.func import vmap
 from tests.fixtures import gate_for
 from tests.methods.test_dpaf import per_sample_gradients, players, small
 from tests.methods.test_ndpdc import two_pictures
-from understudy.methods import dpaf
-from understudy.methods.dpaf import clipped_sum, pull_of_one
+from understudy.methods import DPAF
+from understudy.methods.dpaf_game import Game, clipped_sum, pull_of_one
 from understudy.nets.dpaf import Discriminator, Weights
+from understudy.nets.draw import public_seed
 from understudy.privacy import Ledger
 
 Rows = Callable[[Tensor, Tensor], Tensor]
@@ -94,7 +95,7 @@ def test_the_generator_learns_from_aggregates_with_noise_like_the_real_ones(
     method, data = small(batches=1, asymmetry=1, public_steps=1, critic_steps=1), two_pictures()
     losses: list[Tensor] = []
     with gate_for(data, method.plan(data.public), ledger=Ledger(tmp_path / "l")) as gate:
-        game = dpaf._Game(method, gate)
+        game = Game(method, gate)
         for learner in (game.head, game.generator, game.conv):
             learner.descend = losses.append  # type: ignore[assignment, method-assign]
             learner.step = lambda slopes: None  # type: ignore[assignment, method-assign]
@@ -112,6 +113,6 @@ def test_the_generator_learns_from_aggregates_with_noise_like_the_real_ones(
     torch.testing.assert_close(losses[1], expected)
 
 
-def stream_of_the_first_batch(method: dpaf.DPAF) -> torch.Generator:
-    seed = dpaf.public_seed(method.seed, "batch", 0)
+def stream_of_the_first_batch(method: DPAF) -> torch.Generator:
+    seed = public_seed(method.seed, "batch", 0)
     return torch.Generator().manual_seed(seed)

@@ -167,7 +167,6 @@ class DataLens(Generative):
     generator_learning_rate: float = 1e-3
     momentum: float = 0.5  # Adam's beta_1, of teachers and generator
     step: float = 1e-3  # gamma
-    generator_steps: int = 1
     averaging: float = 0.0
     latent: int = 50
     teacher_widths: tuple[int, int, int] | None = None
@@ -176,14 +175,7 @@ class DataLens(Generative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        counts = (
-            "teachers",
-            "generator_steps",
-            "iterations",
-            "images_per_iteration",
-            "batch",
-            "teacher_steps",
-        )
+        counts = ("teachers", "iterations", "images_per_iteration", "batch", "teacher_steps")
         for field in (*counts, "first_steps", "latent", "images_per_class"):
             self._require(
                 getattr(self, field) >= 1, f"{field} is {getattr(self, field)}; at least 1"
@@ -400,12 +392,8 @@ class _Student:
             made = self._generator(weights, latents[: len(labels)], labels)
             return (made - targets).square().sum()
 
-        method = self._method
-        for _ in range(method.generator_steps):
-            slopes = grad(loss)(_part(self._state, "weights"))
-            self._state = _adam(
-                self._state, slopes, method.generator_learning_rate, method.momentum
-            )
+        method, slopes = self._method, grad(loss)(_part(self._state, "weights"))
+        self._state = _adam(self._state, slopes, method.generator_learning_rate, method.momentum)
         self._average = {
             name: torch.lerp(value, self._average[name], method.averaging)
             for name, value in _part(self._state, "weights").items()

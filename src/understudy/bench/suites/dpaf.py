@@ -90,6 +90,7 @@ def dpaf(
         1,
         method="dpaf",
         dataset=dataset,
+        preset="large" if dataset in FACES else None,
         values=dict(values or {}),
         epsilon=epsilon,
         samples=10_000,
