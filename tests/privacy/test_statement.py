@@ -76,3 +76,13 @@ def test_a_huge_epsilon_can_still_be_told(tmp_path: Path) -> None:
     assert statement.epsilon > 700
     assert math.isfinite(statement.epsilon)
     assert "1e+" in statement.paragraph()
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "told"), [(0.001, "1.00101"), (0.05, "1.0513"), (1.0, "2.72"), (8.0, "2,981")]
+)
+def test_the_factor_is_told_in_full_and_never_below_itself(epsilon: float, told: str) -> None:
+    from understudy.privacy.statement import _factor
+
+    assert _factor(epsilon) == told
+    assert float(told.replace(",", "")) >= math.exp(epsilon)

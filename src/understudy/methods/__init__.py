@@ -54,10 +54,11 @@ def method_named(name: str) -> type[Method]:
 
 def mechanism_named(name: str) -> type[Mechanism]:
     """Return the method or trainer of that name, or offer the nearest."""
-    for trainer in TRAINERS:
-        if trainer.name == name:
-            return trainer
-    return method_named(name)
+    mechanisms: dict[str, type[Mechanism]] = {**registered()}
+    mechanisms |= {trainer.name: trainer for trainer in TRAINERS}
+    if name not in mechanisms:
+        raise UnknownName("method", name, mechanisms)
+    return mechanisms[name]
 
 
 __all__ = [

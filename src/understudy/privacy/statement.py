@@ -324,10 +324,15 @@ def _event_row(event: Event) -> str:
 
 
 def _factor(epsilon: float) -> str:
-    """Write e to the epsilon, however large."""
-    if epsilon < 700:
-        return f"{math.exp(epsilon):.3g}"
-    return f"1e+{epsilon / math.log(10):.0f}"
+    """Write e to the epsilon, however large or near to one, rounded up: it is a bound."""
+    if epsilon >= 700:
+        return f"1e+{math.ceil(epsilon / math.log(10))}"
+    value = math.exp(epsilon)
+    if value >= 1e6 or epsilon < 1e-9:
+        return f"{value:.3g}"
+    tells = value - 1 if value < 2 else value
+    step = min(1.0, 10.0 ** (math.floor(math.log10(tells)) - 2))
+    return f"{math.ceil(value / step) * step:,.10g}"
 
 
 def show_number(value: float) -> str:
