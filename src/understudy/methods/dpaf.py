@@ -113,6 +113,7 @@ class DPAF(Generative):
     public_steps: int = 3
     critic_steps: int = 3  # n_critic
     fakes_per_class: int = 16
+    smoothness: float = 0.0  # weight of neighbouring pixels' differences in G's loss
     learning_rate: float = 1e-3  # of conv1 and conv2
     head_learning_rate: float = 1e-3  # of conv3 and FC
     generator_learning_rate: float = 1e-3

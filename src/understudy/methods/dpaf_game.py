@@ -250,8 +250,9 @@ class Game:
             for turn in range(t * how.public_steps, (t + 1) * how.public_steps):
                 self.head.descend(self._loss(real, self._fake(self._pictures(stream), stream)))
                 if (turn + 1) % how.critic_steps == 0:
-                    made = self._fake(self._pictures(stream, moving=True), stream)
-                    self.generator.descend(F.softplus(-self._judged(made)).mean())
+                    pictures = self._pictures(stream, moving=True)
+                    loss = F.softplus(-self._judged(self._fake(pictures, stream))).mean()
+                    self.generator.descend(loss + how.smoothness * roughness(pictures))
             if (t + 1) % how.asymmetry == 0:
                 self._update(stream)
                 if (t + 1) // how.asymmetry % CHECKPOINT == 0 and not how.published:
@@ -356,6 +357,12 @@ class Game:
         self.head.resume(under("head"))
         self.generator.resume(under("generator"))
         return int(state["done"])
+
+
+def roughness(pictures: Tensor) -> Tensor:
+    """Return the mean squared difference of neighbouring pixels."""
+    down, across = pictures.diff(dim=2), pictures.diff(dim=3)
+    return down.square().mean() + across.square().mean()
 
 
 def _longest(directions: Tensor) -> Tensor:
