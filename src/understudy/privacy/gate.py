@@ -674,10 +674,9 @@ def clip(rows: Tensor, bound: float, step: float) -> Tensor:
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
     finite = torch.isfinite(norms)
     scale = torch.where(norms > bound * SHORT, bound * SHORT / norms, 1.0)
-    whole = rows.mul(scale / step).trunc_()  # in float64, as the scale is
-    if rows.is_cuda:  # asking whether all are finite would wait for the device
-        return whole.masked_fill_(~finite, 0.0)
-    return whole if finite.all() else whole.masked_fill_(~finite, 0.0)
+    if rows.is_cuda or not finite.all():  # to ask a GPU would be to wait for it
+        rows = rows.masked_fill(~finite, 0.0)
+    return rows.mul(scale / step).trunc_()  # in float64, as the scale is
 
 
 class Shards:
