@@ -95,7 +95,7 @@ class PSG(Method):
             },
             "For about a hundred 8x8 pictures a class: 200 queries of 40 random networks, none "
             "trained further. Chosen among a dozen on scikit-learn's digits, a public benchmark, "
-            "by accuracy there: 84.3 to 88.4 % at epsilon 10 (four releases, quick protocol; 8 to "
+            "by accuracy there: 81.8 % at epsilon 10 (ten releases, 77.3 to 85.8, quick protocol; 8 to "
             "25 s of a busy core), 53 % at epsilon 1 (one release).",
         ),
     }
