@@ -62,7 +62,7 @@ def opacus_hooks(net: nn.Module, images: Tensor, labels: Tensor, names: tuple[st
     own_net = copy.deepcopy(net)
     for parameter in own_net.parameters():  # what is not matched needs no rows
         parameter.requires_grad = parameter.dim() >= 2
-    hooked = GradSampleModule(own_net)
+    hooked = GradSampleModule(own_net, loss_reduction="sum")
     F.cross_entropy(hooked(images), labels, reduction="sum").backward()
     own = dict(hooked._module.named_parameters())
     return torch.cat([own[name].grad_sample.flatten(1) for name in names], dim=1)

@@ -22,7 +22,6 @@ from understudy.methods.dpaf_game import (
     features_of_one,
     largest,
     pull_of_one,
-    roughness,
 )
 from understudy.nets.dpaf import Discriminator, Weights
 from understudy.privacy import Accountant, Budget, Ledger, PrivateDataset, Query, Secret
@@ -237,28 +236,6 @@ def test_compression_keeps_the_largest_entries_of_its_own_row() -> None:
     assert int((largest(row, 0.9) != 0).sum()) == 9
     assert torch.equal(vmap(lambda r: largest(r, 0.5))(torch.stack([row, -row]))[1], -kept)
     assert not largest(torch.zeros(10), 0.9).any()
-
-
-def test_roughness_is_that_of_neighbours_and_colours() -> None:
-    ramp = torch.arange(4.0).expand(1, 3, 5, 4)
-    assert roughness(ramp) == 1.0
-    faint = torch.tensor([0.0, 2.0, 2.0])[:, None, None].expand(1, 3, 5, 4)
-    assert roughness(faint) == 2.0  # of the two differences of channels one is 2
-    assert roughness(torch.rand(2, 1, 5, 4)) > 0  # one channel: no colours
-
-
-def test_smoothness_moves_made_pictures_and_nothing_that_is_asked(tmp_path: Path) -> None:
-    rough, smooth = (
-        small(batches=24, learning_rate=0.01, generator_learning_rate=0.01, smoothness=weight)
-        for weight in (0.0, 100.0)
-    )
-    public = two_pictures().public
-    assert rough.plan(public) == smooth.plan(public)
-    first, second = (
-        method.sample(released(method, tmp_path / str(method.smoothness)), 20, engine=CPU).images
-        for method in (rough, smooth)
-    )
-    assert roughness(second) < 0.5 * roughness(first)
 
 
 # Soundness

@@ -113,7 +113,6 @@ class DPAF(Generative):
     public_steps: int = 3
     critic_steps: int = 3  # n_critic
     fakes_per_class: int = 16
-    smoothness: float = 0.0  # of made pictures and their colours, in G's loss
     learning_rate: float = 1e-3  # of conv1 and conv2
     head_learning_rate: float = 1e-3  # of conv3 and FC
     generator_learning_rate: float = 1e-3
@@ -153,10 +152,6 @@ class DPAF(Generative):
             len(self.budget_split) == 3
             and all(math.isfinite(part) and part > 0 for part in self.budget_split),
             f"budget_split must be three positive numbers: {self.budget_split}",
-        )
-        self._require(
-            math.isfinite(self.smoothness) and self.smoothness >= 0,
-            f"smoothness must be zero or more: {self.smoothness}",
         )
         self._require(0 < self.keep <= 1, f"keep must be in (0, 1]: {self.keep}")
         self._require(0 <= self.momentum < 1, f"momentum must be in [0, 1): {self.momentum}")

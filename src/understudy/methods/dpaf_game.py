@@ -21,15 +21,7 @@ from understudy.privacy.gate import Contribution, Gate
 if TYPE_CHECKING:
     from understudy.methods.dpaf import DPAF
 
-__all__ = [
-    "AT_ONCE",
-    "Game",
-    "clipped_sum",
-    "features_of_one",
-    "largest",
-    "pull_of_one",
-    "roughness",
-]
+__all__ = ["AT_ONCE", "Game", "clipped_sum", "features_of_one", "largest", "pull_of_one"]
 
 MIXTURES = 64
 """Mixtures of class aggregates the classifier learns from at a time. Public, so only a matter of
@@ -258,9 +250,8 @@ class Game:
             for turn in range(t * how.public_steps, (t + 1) * how.public_steps):
                 self.head.descend(self._loss(real, self._fake(self._pictures(stream), stream)))
                 if (turn + 1) % how.critic_steps == 0:
-                    pictures = self._pictures(stream, moving=True)
-                    loss = F.softplus(-self._judged(self._fake(pictures, stream))).mean()
-                    self.generator.descend(loss + how.smoothness * roughness(pictures))
+                    made = self._fake(self._pictures(stream, moving=True), stream)
+                    self.generator.descend(F.softplus(-self._judged(made)).mean())
             if (t + 1) % how.asymmetry == 0:
                 self._update(stream)
                 if (t + 1) // how.asymmetry % CHECKPOINT == 0 and not how.published:
@@ -365,16 +356,6 @@ class Game:
         self.head.resume(under("head"))
         self.generator.resume(under("generator"))
         return int(state["done"])
-
-
-def roughness(pictures: Tensor) -> Tensor:
-    """Return the mean squared differences of neighbouring pixels and of channels.
-
-    A public prior: photographs are smooth and their colours faint, and features that bring every
-    map to mean 0 and deviation 1 do not see whether a picture is.
-    """
-    neighbours = (pictures.diff(dim=dim) for dim in (1, 2, 3) if pictures.shape[dim] > 1)
-    return torch.stack([difference.square().mean() for difference in neighbours]).sum()
 
 
 def _longest(directions: Tensor) -> Tensor:
