@@ -710,15 +710,14 @@ def ledger(
     opened = None if data is None else _open(data, declared)
     if opened is None and path is None:
         raise BadConfiguration("Give DATA, or --ledger and a ledger's file.")
-    begins = opened is not None and cap is not None
-    if path is not None and not path.exists() and not begins:
+    if opened is not None and path is not None and path.exists():
+        raise BadConfiguration(f"Ledger {path} has begun: give --ledger without DATA.")
+    if path is not None and not path.exists() and (opened is None or cap is None):
         raise BadConfiguration(
             f"There is no ledger {path}, so nothing is known of what was spent. Give the file that "
             "the runs were given with --ledger, or DATA for the one in your state folder."
         )
     book = opened.ledger() if opened and path is None else jobs.Ledger(path or "")
-    if opened is not None and path is not None and book.cap() is not None:
-        raise BadConfiguration(f"Ledger {path} has begun: give --ledger without DATA.")
     if cap is not None:
         jobs.set_cap(book, cap, delta, opened)
     summary = jobs.summarise(book)

@@ -109,6 +109,8 @@ def measure(
             outcome.done += line["status"] == "done"
             outcome.failed += line["status"] == "failed"
             told(line)
+    with contextlib.suppress(OSError):  # absent, or it holds what was cut off
+        unfinished.rmdir()
     outcome.left = len(wanted) - seen
     return outcome
 
@@ -281,8 +283,6 @@ class _Workshop:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder)
-        with contextlib.suppress(OSError):
-            self.unfinished.rmdir()
         return _Fitted(release, method, self._clock() - begun, cell.digest)
 
     def _made(self, cell: Cell, fitted: _Fitted) -> SyntheticSet | None:

@@ -159,8 +159,8 @@ class Preparation:
             raise DataError(
                 f"{where} holds {batch.dtype} values, whose range is not known. Declare it "
                 "with --value-range LOW,HIGH (in Python value_range=(0, 1) after ToTensor, (-1, 1) "
-                "after Normalize(0.5, 0.5), (0, 255) for pixels). Use a range known without looking at the data: one read off the "
-                "records would leak."
+                "after Normalize(0.5, 0.5), (0, 255) for pixels). Use a range known without "
+                "looking at the data: one read off the records would leak."
             )
         if batch.dtype.kind not in "biuf":
             raise DataError(f"{where}: expected numbers, found type {batch.dtype}.")

@@ -6,7 +6,9 @@ is a subclass of :class:`~understudy.methods.base.Method`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import metadata
+from typing import TypeVar
 
 from understudy.errors import UnknownName
 from understudy.methods.base import Generative, Mechanism, Method, Trainer
@@ -20,6 +22,8 @@ from understudy.methods.ndpdc import NDPDC
 from understudy.methods.psg import PSG
 from understudy.methods.topagg import DPSGD
 from understudy.methods.whole_set import WholeSet
+
+M = TypeVar("M", bound=Mechanism)
 
 BUILT_IN: tuple[type[Method], ...] = (
     LDPDC,
@@ -46,19 +50,18 @@ def registered() -> dict[str, type[Method]]:
 
 def method_named(name: str) -> type[Method]:
     """Return the method of that name, or offer the nearest."""
-    methods = registered()
-    if name not in methods:
-        raise UnknownName("method", name, methods)
-    return methods[name]
+    return _named(name, registered())
 
 
 def mechanism_named(name: str) -> type[Mechanism]:
     """Return the method or trainer of that name, or offer the nearest."""
-    mechanisms: dict[str, type[Mechanism]] = {**registered()}
-    mechanisms |= {trainer.name: trainer for trainer in TRAINERS}
-    if name not in mechanisms:
-        raise UnknownName("method", name, mechanisms)
-    return mechanisms[name]
+    return _named(name, {**registered(), **{trainer.name: trainer for trainer in TRAINERS}})
+
+
+def _named(name: str, known: Mapping[str, type[M]]) -> type[M]:
+    if name not in known:
+        raise UnknownName("method", name, known)
+    return known[name]
 
 
 __all__ = [

@@ -559,10 +559,9 @@ class _ClippedSum:
         bytes_at_most = CPU_ROWS_BYTES if self._device.type == "cpu" else ROWS_BYTES
         most = bytes_at_most // (8 * max(width, 1))
         most = max(1, min(self._engine.records_at_once, most))
-        if self._engine.chunk is not None:
-            return most
         if self._device.type == "cpu":
-            return min(most, 8 * math.ceil(self._expected / 32) or most)
+            quarter = 8 * math.ceil(self._expected / 32)
+            return min(most, quarter) if quarter and self._engine.chunk is None else most
         hardly_more = self._expected + 6 * math.sqrt(self._expected) + 1
         hardly_more = 64 * math.ceil(hardly_more / 64)
         return math.ceil(hardly_more / math.ceil(hardly_more / most))

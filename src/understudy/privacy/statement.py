@@ -168,15 +168,13 @@ class Statement:
             f"{self.delta:g}, {neighbours}. It was made from {asked} noisy "
             f"{'answer' if asked == 1 else 'answers'} about the records; each "
             "record's part in an answer was bounded before secret Gaussian noise was added, and "
-            "beyond the facts listed below as public nothing else about the records was used. Anything computed from this release, for "
-            "ever, is covered by the same guarantee."
+            "beyond the facts listed below as public nothing else about the records was used. "
+            "Anything computed from this release, for ever, is covered by the same guarantee."
         )
         if self.earlier:
             runs = len(self.earlier)
-            text += (
-                f" The same records were used in {runs} earlier {'run' if runs == 1 else 'runs'}"
-            )
-            text += f"; {self._together()}"
+            counted = f"{runs} earlier {'run' if runs == 1 else 'runs'}"
+            text += f" The same records were used in {counted}; {self._together()}"
         return text
 
     def _together(self) -> str:

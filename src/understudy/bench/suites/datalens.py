@@ -67,7 +67,8 @@ ISOLATED = (
     "optimiser states and records (docs/methods/datalens.md). The paper reports the best epoch on "
     "the test set; here it is the last. CelebA here has 10,000 training faces instead of 162,770, so "
     "600 teachers instead of 6,000, and the classifier of faces is trained as that of digits: at the "
-    "published rate of 1e-4 it would hardly begin on 10,000 pictures. Two releases, 10,000 records drawn from each (the paper: 100,000), one network on them."
+    "published rate of 1e-4 it would hardly begin on 10,000 pictures. Two releases, 10,000 records "
+    "drawn from each (the paper: 100,000), one network on them."
 )
 
 
