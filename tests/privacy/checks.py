@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import understudy.privacy.clipping as clipping
 import understudy.privacy.gate as gate_module
 import understudy.privacy.noise as noise_module
 from tests.fixtures import gate_for, little, private
@@ -411,6 +412,34 @@ def a_row_is_the_same_whoever_else_is_there() -> None:
             assert torch.equal(after - before, total(np.array([present]))), present
 
 
+def a_kernel_adds_what_is_clipped() -> None:
+    """What the GPU's kernel adds of a row is its clipped row: no longer, and nothing of a bad one."""
+    if clipping.triton is None:
+        pytest.skip("needs Triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    random, bound, step = torch.Generator().manual_seed(7), 0.7, 2.0**-40
+    for count, width in ((1, 1), (5, 300), (37, clipping.PIECE + 77)):
+        rows = torch.randn(count, width, generator=random)
+        rows *= 10.0 ** torch.randint(-4, 5, (count, 1), generator=random)
+        real = torch.ones(count, dtype=torch.float64)
+        if count > 4:
+            rows[0, -1], rows[1, 0], rows[2], real[4] = torch.nan, torch.inf, 3e38, 0.0
+        rows, real = rows.to(device), real.to(device)
+
+        def added(*which: int, rows: Tensor = rows, real: Tensor = real) -> Tensor:
+            total = torch.zeros(rows.shape[1], dtype=torch.float64, device=device)
+            some = list(which)
+            clipping.add_in_one_pass(total, rows[some].contiguous(), bound, step, real[some])
+            return total
+
+        each = [added(place) for place in range(count)]
+        clipped = clipping.clip(rows, bound, step) * real[:, None]
+        for place in range(count):
+            assert (each[place] * step).norm() <= bound, place
+            assert (each[place] - clipped[place]).abs().max() <= 1, place
+        assert torch.equal(added(*range(count)), torch.stack(each).sum(dim=0))
+
+
 def records_on_a_device_are_those_chosen() -> None:
     """As many records as there are, in another order or repeated, are not all of them in turn."""
     data = little(12)
@@ -486,6 +515,7 @@ ALL = (
     noise_has_its_scale,
     every_contribution_is_bounded,
     removing_any_record_moves_one_bound,
+    a_kernel_adds_what_is_clipped,
     noise_is_secret,
     inclusion_is_independent,
     the_plan_is_enforced,

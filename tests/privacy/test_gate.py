@@ -17,7 +17,8 @@ from tests.privacy.checks import flat, whole
 from understudy.engine import Engine
 from understudy.errors import BadConfiguration, DataError, LedgerError
 from understudy.privacy import Budget, Ledger, Plan, Query, Secret, Step
-from understudy.privacy.gate import Records, Shards, clip, record_digests
+from understudy.privacy.clipping import clip
+from understudy.privacy.gate import Records, Shards, record_digests
 
 
 def test_a_private_dataset_shows_its_public_facts_and_nothing_else() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.privacy import checks
-from understudy.privacy import events, gate, ledger, noise
+from understudy.privacy import clipping, events, gate, ledger, noise
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -41,7 +41,9 @@ def noise_without_the_bound(patch: pytest.MonkeyPatch) -> None:
 
 def clip_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        gate, "clip", lambda rows, bound, step: torch.trunc(torch.nan_to_num(rows.double()) / step)
+        clipping,
+        "clip",
+        lambda rows, bound, step: torch.trunc(torch.nan_to_num(rows.double()) / step),
     )
 
 
@@ -50,7 +52,30 @@ def hostile_rows_kept(patch: pytest.MonkeyPatch) -> None:
         rows = rows.double()
         return torch.trunc(rows * (bound / rows.norm(dim=1, keepdim=True)).clamp(max=1) / step)
 
-    patch.setattr(gate, "clip", clip)
+    patch.setattr(clipping, "clip", clip)
+
+
+def lengths_never_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(clipping, "factors", lambda norms, bound, step: torch.ones_like(norms).div_(step))
+
+
+def rows_scaled_up_to_the_bound(patch: pytest.MonkeyPatch) -> None:
+    """Short rows made as long as the bound, and rows of no length as long as they like."""
+    patch.setattr(clipping, "factors", lambda norms, bound, step: bound / norms / step)
+
+
+def a_piece_measured_for_the_row(patch: pytest.MonkeyPatch) -> None:
+    real = clipping.factors
+
+    def factors(norms: torch.Tensor, bound: float, step: float) -> torch.Tensor:
+        return real(norms / 2, bound, step)
+
+    patch.setattr(clipping, "factors", factors)
+
+
+def blank_rows_added(patch: pytest.MonkeyPatch) -> None:
+    real = clipping.add_in_one_pass
+    patch.setattr(clipping, "add_in_one_pass", lambda *given: real(*given[:4]))
 
 
 def noise_from_a_public_seed(patch: pytest.MonkeyPatch) -> None:
@@ -222,7 +247,7 @@ def floats_summed_without_a_grid(patch: pytest.MonkeyPatch) -> None:
         rows = rows.double()
         return rows * (bound / rows.norm(dim=1, keepdim=True)).clamp(max=1) / step
 
-    patch.setattr(gate, "clip", clip)
+    patch.setattr(clipping, "clip", clip)
 
 
 def rows_of_an_earlier_batch(patch: pytest.MonkeyPatch) -> None:
@@ -261,6 +286,10 @@ MUTANTS: tuple[tuple[Break, Callable[[], None]], ...] = (
     (clip_left_out, checks.every_contribution_is_bounded),
     (clip_left_out, checks.removing_any_record_moves_one_bound),
     (hostile_rows_kept, checks.every_contribution_is_bounded),
+    (lengths_never_looked_at, checks.a_kernel_adds_what_is_clipped),
+    (rows_scaled_up_to_the_bound, checks.a_kernel_adds_what_is_clipped),
+    (a_piece_measured_for_the_row, checks.a_kernel_adds_what_is_clipped),
+    (blank_rows_added, checks.a_kernel_adds_what_is_clipped),
     (noise_from_a_public_seed, checks.noise_is_secret),
     (noise_shared_by_queries, checks.noise_is_secret),
     (noise_redrawn_on_reuse, checks.an_answer_is_drawn_once),

@@ -38,6 +38,7 @@ from torch import Tensor
 from understudy.engine import Engine, Progress, captured, moved, silent
 from understudy.errors import BadConfiguration, DataError, LedgerError, NotPlanned
 from understudy.privacy.accounting import Budget
+from understudy.privacy.clipping import add_clipped
 from understudy.privacy.events import Plan, Query
 from understudy.privacy.ledger import Grant, Ledger
 from understudy.privacy.noise import Secret, chance, grid, grid_noise
@@ -60,11 +61,6 @@ State = dict[str, Tensor]
 
 UNDECLARED_SIZE = 2**24
 """Room for records where class sizes are private and not yet measured."""
-
-SHORT = 1 - 2.0**-30
-"""Rows are clipped this much short of the bound: more than a float64 norm can be wrong by."""
-
-CACHED_NUMBERS = 2**18
 
 SHARDS_ROOM = 4
 """On a GPU shards' networks, which are small, work on so many times the records of one network."""
@@ -581,18 +577,14 @@ class _ClippedSum:
                 f"Query '{self._query.name}' gave contributions of shape {self._shape} before and "
                 f"of {tuple(rows.shape[1:])} now."
             )
-        rows = rows.detach().reshape(len(labels), -1)
-        group = labels if self._query.per_class else torch.zeros_like(labels)
-        if real is not None or self._device.type == "cuda":
-            # Whole numbers below 2^53: a product of matrices adds them exactly, in any order.
-            members = (group == torch.arange(self._groups, device=self._device)[:, None]).double()
-            members = members if real is None else members * real
-            total.addmm_(members, clip(rows, self._query.bound, self._step))
-            return
-        # Few rows at a time, so that their float64 copies stay in the cache.
-        at_once = max(1, CACHED_NUMBERS // max(rows.shape[1], 1))
-        for some, places in zip(torch.split(rows, at_once), torch.split(group, at_once)):
-            total.index_add_(0, places, clip(some, self._query.bound, self._step))
+        add_clipped(
+            total,
+            rows.reshape(len(labels), -1),
+            self._query.bound,
+            self._step,
+            groups=labels if self._query.per_class else None,
+            real=real,
+        )
 
     def _replayed(
         self,
@@ -659,23 +651,6 @@ class _Recorded:
         self.labels[:count].copy_(labels)
         self.real.zero_()[:count] = 1.0
         self._go()
-
-
-def clip(rows: Tensor, bound: float, step: float) -> Tensor:
-    """Bound each row's L2 norm, drop rows whose norm is not finite, truncate onto the grid.
-
-    Returns whole numbers of ``step``, in float64. Truncation towards zero never lengthens a row.
-    """
-    rows = rows.detach()
-    if rows.dtype == torch.float64:  # squares of huge numbers overflow: shorten those rows first
-        largest = rows.abs().amax(dim=1, keepdim=True)
-        rows = torch.where(largest > 1e100, rows * 1e-200, rows)
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
-    finite = torch.isfinite(norms)
-    scale = torch.where(norms > bound * SHORT, bound * SHORT / norms, 1.0)
-    if rows.is_cuda or not finite.all():  # to ask a GPU would be to wait for it
-        rows = rows.masked_fill(~finite, 0.0)
-    return rows.mul(scale / step).trunc_()  # in float64, as the scale is
 
 
 class Shards:
@@ -750,7 +725,7 @@ class Shards:
             device = self._gate.engine.torch_device
             tosses = self._gate._secret.stream(self._gate.grant.id, turn, "coins")
             vectorised = torch.func.vmap(vote, randomness="error")
-            sums = torch.zeros((), dtype=torch.float64, device=device)
+            sums: Tensor | None = None
             shape: tuple[int, ...] = ()
             for group in self._groups():
                 voters = group.stop - group.start
@@ -759,9 +734,12 @@ class Shards:
                     given += (tosses.coins((voters, *coins), device),)
                 ballots = vectorised(*given)
                 shape = tuple(ballots.shape[1:])
-                rows = clip(ballots.reshape(voters, -1), query.bound, step)
-                sums = sums + rows.sum(dim=0)
-            return sums * step, shape, step
+                rows = ballots.reshape(voters, -1)
+                if sums is None:
+                    sums = rows.new_zeros(1, rows.shape[1], dtype=torch.float64)
+                add_clipped(sums, rows, query.bound, step)
+            assert sums is not None  # there is at least one shard
+            return sums[0] * step, shape, step
 
         value = self._gate._answer(query, total)
         self._gate._keep(query)

@@ -28,11 +28,15 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
-from understudy.engine import moved
-
 Floats = npt.NDArray[np.float64]
 
 GRID_BITS = 28
+
+CIPHER_BLOCK = 16
+"""Bytes of an AES block."""
+
+ZEROS = bytes(2**16)
+"""What is encrypted: key stream is the cipher's answer to zeros."""
 
 
 class Secret:
@@ -75,7 +79,28 @@ class Stream:
 
     def bits(self, count: int) -> npt.NDArray[np.uint64]:
         """Return 64-bit words."""
-        return np.frombuffer(self._cipher.update(b"\0" * (8 * count)), dtype="<u8")
+        room = np.empty(8 * count + CIPHER_BLOCK, np.uint8)
+        self._fill(room)
+        words: npt.NDArray[np.uint64] = room[: 8 * count].view("<u8")
+        return words
+
+    def _words(self, count: int, device: torch.device) -> Tensor:
+        """Return 64-bit words, as signed numbers, on the device."""
+        room = torch.empty(
+            8 * count + CIPHER_BLOCK, dtype=torch.uint8, pin_memory=device.type == "cuda"
+        )
+        self._fill(room.numpy())
+        return room[: 8 * count].view(torch.int64).to(device, non_blocking=True)
+
+    def _fill(self, room: npt.NDArray[np.uint8]) -> None:
+        """Write key stream over all but the last block, which the cipher wants to see free.
+
+        Piece by piece, so that the zeros it is made of stay in the cache.
+        """
+        bytes_, end = room.data, len(room) - CIPHER_BLOCK
+        for first in range(0, end, len(ZEROS)):
+            size = min(len(ZEROS), end - first)
+            self._cipher.update_into(ZEROS[:size], bytes_[first : first + size + CIPHER_BLOCK])
 
     def uniform(self, count: int) -> Floats:
         """Return numbers in [0, 1), each a multiple of 2^-53."""
@@ -90,10 +115,8 @@ class Stream:
     def coins(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Return float32 numbers in [0, 1), each a multiple of 2^-24, made on the device."""
         count = math.prod(shape)
-        words = self.bits((count + 1) // 2).view("<i4")[:count]
-        return ((moved(torch.from_numpy(words.copy()), device) >> 8) * 2.0**-24 + 0.5).reshape(
-            shape
-        )
+        words = self._words((count + 1) // 2, device).view(torch.int32)[:count]
+        return ((words >> 8) * 2.0**-24 + 0.5).reshape(shape)
 
     def normal(self, count: int, device: torch.device) -> Tensor:
         """Return standard normal numbers in float64, made on the device (Box and Muller 1958).
@@ -102,7 +125,7 @@ class Stream:
         which is where radii are long.
         """
         half = (count + 1) // 2
-        words = moved(torch.from_numpy(self.bits(3 * half).view("<i8").copy()), device)
+        words = self._words(3 * half, device)
         uniform = ((words >> 11) & (2**53 - 1)).to(torch.float64) * 2.0**-53
         radius, angle = radius_of(uniform[:half], uniform[half : 2 * half]), uniform[2 * half :]
         angle = angle * (2.0 * math.pi)
