@@ -96,6 +96,16 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def fetched(tensor: Tensor) -> Tensor:
+    """Return a tensor in the computer's own memory, by way of pages a GPU can write to at speed."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    here.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return here
+
+
 def abreast(works: Sequence[Callable[[], None]], device: torch.device) -> None:
     """Do works that do not depend on each other: on a GPU side by side, a stream each."""
     if device.type != "cuda" or len(works) == 1:
@@ -117,18 +127,23 @@ WARM_UPS = 3
 
 
 def captured(
-    step: Callable[[], None], device: torch.device, changed: Sequence[Tensor] = ()
+    step: Callable[[], None],
+    device: torch.device,
+    changed: Sequence[Tensor] = (),
+    generators: Sequence[torch.Generator] = (),
 ) -> Callable[[], None]:
     """Record a step once and return what replays it; on a CPU, the step itself.
 
     A replay starts hundreds of kernels at the cost of one call. ``step`` takes and returns nothing:
     it reads tensors that are filled from outside and changes, in place, tensors that stay where they
     are; it never waits for the device, nor decides by what a tensor holds. ``changed`` are the
-    tensors it changes: they are put back after the runs that warm up.
+    tensors it changes, ``generators`` those it draws from: both are put back after the runs that
+    warm up, and every replay draws anew.
     """
     if device.type != "cuda":
         return step
     before = [tensor.clone() for tensor in changed]
+    drawn = [generator.get_state() for generator in generators]
     aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
     aside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(aside):
@@ -139,10 +154,14 @@ def captured(
     waiting = _waits(step, aside)
     for tensor, value in zip(changed, before):
         tensor.copy_(value)
+    for generator, state in zip(generators, drawn):
+        generator.set_state(state)
     if waiting:
         warnings.warn(f"A step waits for the device and runs unrecorded: {waiting}", stacklevel=2)
         return step
     graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
     replay: Callable[[], None] = graph.replay
     collecting = gc.isenabled()
     gc.collect()

@@ -10,7 +10,7 @@ from typing import Any
 
 from understudy.bench.cells import plain_values
 from understudy.errors import DataError
-from understudy.privacy.durable import sync_folder
+from understudy.privacy.durable import sync
 
 Line = Mapping[str, Any]
 
@@ -29,7 +29,7 @@ def append(file: Path, line: Line) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     if fresh:
-        sync_folder(file.parent)
+        sync(file.parent)
 
 
 def read(file: Path) -> list[Line]:

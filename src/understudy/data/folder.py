@@ -65,7 +65,7 @@ from understudy.errors import (
     ReleaseExists,
     Tampered,
 )
-from understudy.privacy.durable import sync_folder, write_synced
+from understudy.privacy.durable import sync, write_synced
 from understudy.privacy.events import Event
 from understudy.privacy.ledger import canonical
 from understudy.privacy.public import Public
@@ -143,7 +143,7 @@ def _write_all(draft: Path, contents: Mapping[str, bytes]) -> None:
     for name, content in contents.items():
         write_synced(draft / name, content)
     for folder in folders:
-        sync_folder(folder)
+        sync(folder)
 
 
 def _put_in_place(draft: Path, target: Path) -> None:
@@ -158,7 +158,7 @@ def _put_in_place(draft: Path, target: Path) -> None:
         shutil.rmtree(retired, ignore_errors=True)
     else:
         os.rename(draft, target)
-    sync_folder(target.parent)
+    sync(target.parent)
 
 
 def _reason(error: OSError) -> str:

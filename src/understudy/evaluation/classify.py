@@ -481,6 +481,8 @@ class _Stack:
     def gradient(self, which: int, x: Tensor, y: Tensor) -> Tensor:
         """Return a network's gradient, added up over the batch a few records at a time."""
         leaf, size = self.flats[which].detach().requires_grad_(), _piece(x, self.net)
+        if x.is_cuda and x.dim() == 4 and not isinstance(self.net, ConvNet):
+            x = x.contiguous(memory_format=torch.channels_last)
         losses = (
             self.loss(leaf, part, targets)
             for part, targets in zip(torch.split(x, size), torch.split(y, size), strict=True)
@@ -525,8 +527,15 @@ class _Step:
             abreast(works, images.device)
             stack.descend(gradients.div_(picked.shape[1]), protocol)
 
-        changed = (stack.flats, stack.velocities)
-        self._go = captured(step, images.device, changed) if _stackable(stack.net) else step
+        parts = list(stack.net.modules())
+        if (
+            any(isinstance(p, nn.Dropout) for p in parts)
+            or next(stack.net.buffers(), None) is not None
+        ):
+            self._go = step  # runs that warm up would change statistics and the global generator
+            return
+        masks = [p.generator(images.device) for p in parts if isinstance(p, Dropout)]
+        self._go = captured(step, images.device, (stack.flats, stack.velocities), masks)
 
     def __call__(self, batch: Sequence[Tensor]) -> None:
         """Take the step on these records of each network, with these draws."""

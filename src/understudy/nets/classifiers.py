@@ -194,13 +194,17 @@ class Dropout(nn.Module):
         self.seed = 0
         self._generator: torch.Generator | None = None
 
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Return what masks on this device are drawn from."""
+        if self._generator is None or self._generator.device != device:
+            self._generator = torch.Generator(device).manual_seed(self.seed)
+        return self._generator
+
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        if self._generator is None or self._generator.device != x.device:
-            self._generator = torch.Generator(x.device).manual_seed(self.seed)
-        kept = torch.rand(x.shape, generator=self._generator, device=x.device) >= self.rate
-        return x * kept / (1 - self.rate)
+        chance = torch.empty_like(x).uniform_(generator=self.generator(x.device))
+        return x * (chance >= self.rate) / (1 - self.rate)
 
 
 class DataLensCNN(nn.Sequential):

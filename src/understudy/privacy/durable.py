@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a whole file or none of it, and wait until it is on disk."""
+def write_durably(path: Path, content: bytes | Callable[[Path], object]) -> None:
+    """Write a whole file or none of it, and wait until it is on disk.
+
+    ``content`` may be what writes a file of its own.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        write_synced(draft, content)
+        if isinstance(content, bytes):
+            write_synced(draft, content)
+        else:
+            content(draft)
+            sync(draft)
         os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -28,9 +36,9 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -35,7 +35,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from understudy.engine import Engine, Progress, captured, moved, silent
+from understudy.engine import Engine, Progress, captured, fetched, moved, silent
 from understudy.errors import BadConfiguration, DataError, LedgerError, NotPlanned
 from understudy.privacy.accounting import Budget
 from understudy.privacy.clipping import add_clipped
@@ -65,8 +65,8 @@ UNDECLARED_SIZE = 2**24
 SHARDS_ROOM = 4
 """On a GPU shards' networks, which are small, work on so many times the records of one network."""
 
-ROWS_BYTES, CPU_ROWS_BYTES = 2**28, 2**25
-"""Bound on the float64 rows of one chunk; on a CPU what its caches can do with."""
+ROWS_BYTES, CPU_ROWS_BYTES = 2**30, 2**25
+"""Bound on the rows of one chunk, were they float64; on a CPU what its caches can do with."""
 
 KEPT_SHARE = 8
 """Records stay on a GPU where they take at most one part in so many of its free memory."""
@@ -261,24 +261,28 @@ class Gate:
         contribution: Contribution,
         states: Sequence[Callable[[], Mapping[str, Tensor]]],
     ) -> NoisySum:
-        """Ask a query once with each public state; the values come stacked, and lie off the device.
+        """Ask a query once with each public state; the values come stacked.
 
         What :meth:`noisy_sum` does, so many times, for states that do not depend on the answers:
-        they are made one by one, and many answers go to the journal at once.
+        they are made one by one, and many answers go to the journal at once. Where together they
+        are large, the values lie off the device.
         """
         values: Tensor | None = None
         unseen: list[Tensor] = []
         done, since = 0, time.monotonic()
         for place, state in enumerate(states, start=1):
             unseen.append(self._ask(query, contribution, state()))
-            nbytes = len(unseen) * unseen[0].numel() * 4
+            each = unseen[0].numel() * 4
             late = time.monotonic() - since > UNSEEN_SECONDS
-            if 1 < place < len(states) and not late and nbytes < UNSEEN_BYTES:
-                continue  # the first one alone, so that progress shows at once
+            first = self._asked == 1  # alone, so that progress shows at once
+            if not first and place < len(states) and not late and len(unseen) * each < UNSEEN_BYTES:
+                continue
             self._keep(query)
             if values is None:
-                values = torch.empty(len(states), *unseen[0].shape)
-            values[done:place] = torch.stack(unseen).cpu()
+                small = len(states) * each <= UNSEEN_BYTES
+                where = self.engine.torch_device if small else None
+                values = torch.empty(len(states), *unseen[0].shape, device=where)
+            values[done:place] = torch.stack(unseen)
             unseen, done, since = [], place, time.monotonic()
         if values is None:
             raise BadConfiguration(f"Query '{query.name}' was asked with no state at all.")
@@ -397,7 +401,7 @@ class Gate:
     def _keep(self, query: Query) -> None:
         """Journal the answers nobody has seen yet: from here on they can be seen."""
         if self._unseen:
-            rows = torch.stack(list(self._unseen.values())).cpu()
+            rows = fetched(torch.stack(list(self._unseen.values())))
             self.grant.journal.write(dict(zip(self._unseen, rows)))
             self._unseen.clear()
         self._progress(self._asked, self._total, f"asking '{query.name}'")
@@ -558,7 +562,7 @@ class _ClippedSum:
         if self._device.type == "cpu":
             quarter = 8 * math.ceil(self._expected / 32)
             return min(most, quarter) if quarter and self._engine.chunk is None else most
-        hardly_more = self._expected + 6 * math.sqrt(self._expected) + 1
+        hardly_more = self._expected + 3 * math.sqrt(self._expected) + 1
         hardly_more = 64 * math.ceil(hardly_more / 64)
         return math.ceil(hardly_more / math.ceil(hardly_more / most))
 

@@ -35,12 +35,12 @@ from typing import Any
 import platformdirs
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 
 from understudy.errors import BudgetExceeded, LedgerError
 from understudy.privacy.accounting import Accountant, Budget, calibrate, epsilon
-from understudy.privacy.durable import sync_folder, write_durably
+from understudy.privacy.durable import sync, write_durably
 from understudy.privacy.events import Event
 from understudy.privacy.public import Adjacency, Public
 
@@ -123,14 +123,15 @@ class Journal:
         """Keep answers by turn, all of them or none. Only after this may anybody see them."""
         path = self.folder / f"answer-{min(answers):08d}.safetensors"
         tensors = {str(turn): answer.contiguous() for turn, answer in answers.items()}
-        write_durably(path, save(tensors))
+        write_durably(path, functools.partial(save_file, tensors))
         self._places.update(dict.fromkeys(answers, path))
 
     def checkpoint(self, asked: int, left: Mapping[str, int], state: Mapping[str, Tensor]) -> None:
         """Keep state that stands for the first answers, then forget them. In this order."""
         tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
         facts = json.dumps({"asked": asked, "left": dict(left)})
-        write_durably(self.folder / CHECKPOINT, save(tensors, {"counts": facts}))
+        kept = functools.partial(save_file, tensors, metadata={"counts": facts})
+        write_durably(self.folder / CHECKPOINT, kept)
         needed = {path for turn, path in self._places.items() if turn >= asked}
         for path in {*self._places.values()} - needed:
             path.unlink()
@@ -479,7 +480,7 @@ class Ledger:
         if not folder.is_dir():
             folder.mkdir(parents=True)
             for made in (folder, *folder.parents[:2]):
-                sync_folder(made)
+                sync(made)
         lock = FileLock(str(folder / "alive.lock"))
         try:
             lock.acquire(timeout=0)
@@ -525,7 +526,7 @@ class Ledger:
             file.flush()
             os.fsync(file.fileno())
         if fresh:
-            sync_folder(self.path.parent)
+            sync(self.path.parent)
         return entry
 
 
