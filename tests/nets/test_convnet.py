@@ -9,7 +9,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from understudy.nets import ConvNet, draw_parameters, random_convnet, uniforms
-from understudy.nets.convnet import _by_columns, default_depth, halve
+from understudy.nets.convnet import default_depth, halve
+from understudy.ops.by_record import convolve_by_record
 
 
 @pytest.mark.parametrize(("shape", "count"), [((1, 28, 28), 317_706), ((3, 32, 32), 320_010)])
@@ -136,7 +137,9 @@ def test_per_record_gradients_by_vmap() -> None:
         torch.testing.assert_close(each[name].sum(0), parameter.grad)
 
 
-def test_a_convolution_by_columns_is_the_convolution_and_so_are_gradients_of_records() -> None:
+def test_a_convolutionconvolve_by_record_is_the_convolution_and_so_are_gradients_of_records() -> (
+    None
+):
     torch.manual_seed(0)
     images, weight = torch.randn(5, 8, 6, 6), torch.randn(4, 8, 3, 3)
 
@@ -150,9 +153,9 @@ def test_a_convolution_by_columns_is_the_convolution_and_so_are_gradients_of_rec
         return vmap(grad(loss), (None, 0))(weight, images)
 
     torch.testing.assert_close(
-        _by_columns(images, weight), as_usual(images, weight), atol=1e-4, rtol=1e-4
+        convolve_by_record(images, weight), as_usual(images, weight), atol=1e-4, rtol=1e-4
     )
-    torch.testing.assert_close(rows(_by_columns), rows(as_usual), atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(rows(convolve_by_record), rows(as_usual), atol=1e-3, rtol=1e-4)
 
 
 def test_one_image_needs_no_batch_dimension() -> None:

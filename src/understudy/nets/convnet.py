@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from understudy.errors import BadConfiguration
 from understudy.nets.draw import materialise
 from understudy.ops import fused, opening
-from understudy.ops.neighbours import neighbours
+from understudy.ops.by_record import convolve_by_record
 
 __all__ = ["ConvNet", "default_depth", "halve", "instance_norm", "random_convnet"]
 
@@ -68,18 +68,6 @@ def _as_product(x: Tensor, weight: Tensor, margin: int) -> Tensor:
     windows = torch.stack(parts + [torch.zeros_like(parts[0])] * spare, dim=-1)
     product = windows @ F.pad(weight.flatten(1), (0, spare)).T
     return product.permute(0, 3, 1, 2)
-
-
-def _by_columns(x: Tensor, weight: Tensor) -> Tensor:
-    """Convolve 3x3 with a margin of one as a product with every pixel's neighbourhood.
-
-    Mapped over records, the gradient by the weights is then one batched product of matrices, where
-    libraries take a convolution with as many groups as there are records.
-    """
-    height, width = x.shape[-2:]
-    columns = neighbours(F.pad(x, (1, 1, 1, 1)), 3)
-    product = weight.flatten(1) @ columns
-    return product.view(*product.shape[:-1], height, width)
 
 
 class ConvNet(nn.Module):
@@ -171,7 +159,7 @@ class ConvNet(nn.Module):
             if block == 0:
                 x = _as_product(x, weight, margin)
             elif self.by_record:
-                x = _by_columns(x, weight)
+                x = convolve_by_record(x, weight)
             else:
                 weight = weight.contiguous(memory_format=torch.channels_last)
                 x = F.conv2d(x, weight, padding=1)
