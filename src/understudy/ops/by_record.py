@@ -60,7 +60,7 @@ class _Backward(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         pictures = slope.new_empty(len(x), 0)
         if by_x:
-            pictures = conv2d_input(x.shape, _laid_out(weight), slope, padding=1)
+            pictures = conv2d_input(x.shape, _laid_out(weight), slope, padding=1)  # type: ignore[no-untyped-call]
         rows = slope.new_empty(len(x), 0)
         if by_weight:
             columns = neighbours(F.pad(x, (1, 1, 1, 1)), 3)
