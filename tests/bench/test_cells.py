@@ -15,6 +15,7 @@ from understudy.bench.cells import CLASS_SIZES, RELEASED, SKLEARN, Cell, Referen
 from understudy.bench.render import entries
 from understudy.bench.runner import protocol
 from understudy.bench.suites import REASONS, SUITES
+from understudy.bench.suites.dpaf import CLAIMED
 from understudy.data.datasets import DATASETS, load
 from understudy.errors import BadConfiguration
 from understudy.methods import TRAINERS, registered
@@ -180,6 +181,16 @@ def test_the_suites_asked_for_are_there() -> None:
 def test_tables_that_quote_the_same_setting_share_its_cells() -> None:
     paper, ours = ({cell.digest for cell in SUITES[name].cells} for name in ("dpdc-1", "must-hold"))
     assert len(paper & ours) == 2 * 2 * 3  # DM and NDPDC, two repeats, three datasets
+
+
+def test_the_published_dpaf_gets_the_noise_the_sound_one_has_at_the_epsilon_it_claims() -> None:
+    cells = [c for c in SUITES["dpaf-sound"].cells if c.values.get("published") and not c.repeat]
+    assert len(cells) == len(CLAIMED)
+    for cell, (dataset, epsilon) in zip(cells, CLAIMED, strict=True):
+        assert cell.dataset == dataset
+        sound = dataclasses.replace(cell.configured(), published=False)
+        assert sound.epsilon(cell.public) == pytest.approx(epsilon, rel=1e-3)
+        assert math.isinf(cell.configured().epsilon(cell.public))
 
 
 def test_a_suite_refuses_to_measure_a_cell_twice() -> None:

@@ -176,6 +176,7 @@ def test_a_network_in_bfloat16_has_nearly_the_same_features(shape: tuple[int, in
 def test_a_network_for_records_has_nearly_the_same_gradient_of_each(
     shape: tuple[int, int, int],
 ) -> None:
+    torch.manual_seed(0)
     images, labels = torch.randn(5, *shape, device="cuda"), torch.arange(5, device="cuda") % 4
     exact, fast = (
         ConvNet(shape, 4, width=32, precision=precision, by_record=True).to("meta")
@@ -185,7 +186,8 @@ def test_a_network_for_records_has_nearly_the_same_gradient_of_each(
     rows = [
         vmap(gradient_of_one(net, theta, matched(theta)))(images, labels) for net in (exact, fast)
     ]
-    assert (rows[0] - rows[1]).norm() < 0.05 * rows[0].norm()
+    blocks = len(exact.convolutions)  # every one rounds to eight bits, and turns some units off
+    assert (rows[0] - rows[1]).norm() < 0.02 * blocks * rows[0].norm()
 
 
 @needs_gpu

@@ -16,6 +16,7 @@ from understudy.data.synthetic import SyntheticSet
 from understudy.engine import Engine, Progress, silent
 from understudy.errors import BadConfiguration
 from understudy.methods.base import Generative, Preset
+from understudy.methods.dp_merf import DPMERF, Match
 from understudy.methods.matching import public_seed
 from understudy.nets.gan import Discriminator, Generator, Weights
 from understudy.ops.vote import D2PFed, FetchSGD, TopAgg, Vote
@@ -32,6 +33,10 @@ TINY = 1e-8  # Adam's epsilon, likewise
 
 NORM_PICTURES = 50
 """Pictures of each class whose statistics the released generator's batch norms keep. Ours."""
+
+
+PICTURES_AT_THE_START = 100
+"""Made pictures of all classes together whose mean embeddings are compared at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +173,8 @@ class DataLens(Generative):
     momentum: float = 0.5  # Adam's beta_1, of teachers and generator
     step: float = 1e-3  # gamma
     averaging: float = 0.0
+    head_start: float = 0.0  # share of the budget
+    head_start_steps: int = 1000
     latent: int = 50
     teacher_widths: tuple[int, int, int] | None = None
     generator_hidden: int = 1024
@@ -176,14 +183,14 @@ class DataLens(Generative):
     def __post_init__(self) -> None:
         super().__post_init__()
         counts = ("teachers", "iterations", "images_per_iteration", "batch", "teacher_steps")
-        for field in (*counts, "first_steps", "latent", "images_per_class"):
+        for field in (*counts, "first_steps", "head_start_steps", "latent", "images_per_class"):
             self._require(
                 getattr(self, field) >= 1, f"{field} is {getattr(self, field)}; at least 1"
             )
         for field in ("teacher_learning_rate", "generator_learning_rate", "step"):
             value = getattr(self, field)
             self._require(math.isfinite(value) and value > 0, f"{field} must be positive: {value}")
-        for field in ("momentum", "averaging"):
+        for field in ("momentum", "averaging", "head_start"):
             value = getattr(self, field)
             self._require(0 <= value < 1, f"{field} must be in [0, 1): {value}")
         self._require(
@@ -226,16 +233,30 @@ class DataLens(Generative):
             unit="shard",
         )
 
+    def embedding(self) -> DPMERF:
+        """Return what a head start is made of: the mean embedding of every class, once.
+
+        T votes of multiplier sigma and sensitivity 2 tell as much as one Gaussian of multiplier
+        sigma / (2 sqrt(T)). The embedding's noise is such that it takes its share of the whole.
+        """
+        votes = self.noise_multiplier / (2 * math.sqrt(self.iterations))
+        rest = 1 / self.head_start - 1
+        return DPMERF(seed=self.seed, noise_multiplier=votes * math.sqrt(rest))
+
     def plan(self, public: Public) -> Plan:
-        """Ask T times."""
+        """Ask T times; before that once for a head start, if there is one."""
         self.generator(public)  # which refuses records it cannot make
-        return Plan(Step(self.query(public), times=self.iterations))
+        votes = Step(self.query(public), times=self.iterations)
+        return Plan(*self.embedding().plan(public), votes) if self.head_start else Plan(votes)
 
     def measure(self, gate: Gate) -> Release:
         """Train teachers and generator together; the generator is public at every step."""
         public, device = gate.public, gate.engine.torch_device
         vote, query = self.vote(public.dimension), self.query(public)
         teacher, student = self.discriminator(public), _Student(self, public, device)
+        if self.head_start:
+            start = self.embedding()
+            student.begin(start.distance(public, start.ask(gate)))
         coins = (self.images_per_iteration, vote.coins(public.dimension))
         shards = gate.shards(self.teachers, self.first_teachers(teacher), batch=self.batch)
         for turn in range(self.iterations):
@@ -370,6 +391,24 @@ class _Student:
         latents = self._method.latents(count, self._method.seed, "iteration", turn)
         places = torch.arange(turn * wanted, (turn + 1) * wanted, device=self._device)
         return latents.to(self._device), places % len(self._classes)
+
+    def begin(self, distance: Match) -> None:
+        """Fit made pictures' mean embeddings to noisy ones of the records."""
+        method, each = self._method, -(-PICTURES_AT_THE_START // len(self._classes))
+        labels = self._classes.repeat_interleave(each)
+
+        def loss(weights: Weights, latents: Tensor) -> Tensor:
+            return distance(self._generator(weights, latents, labels) * 2 - 1, labels)
+
+        for turn in range(method.head_start_steps):
+            latents = method.latents(len(labels), method.seed, "head start", turn)
+            slopes = grad(loss)(_part(self._state, "weights"), latents.to(self._device))
+            self._state = _adam(
+                self._state, slopes, method.generator_learning_rate, method.momentum
+            )
+        self._average = _part(self._state, "weights")
+        steps = torch.zeros((), device=self._device)
+        self._state = _untrained(self._average, steps)  # votes are another loss
 
     def images(self, latents: Tensor, labels: Tensor) -> Tensor:
         """Make one picture for each label."""

@@ -158,14 +158,17 @@ class DPMERF(Generative):
 
     def measure(self, gate: Gate) -> Release:
         """Ask, and keep the noisy embedding."""
-        features = self.features(gate.public, gate.engine.torch_device)
-        sums = gate.noisy_sum(self.query(), lambda record, label: features(record.flatten())).value
         return gate.release(
-            signals={"sums": sums},
+            signals={"sums": self.ask(gate)},
             recipe=self.recipe(),
             assumptions=self.assumptions,
             departures=self.departures,
         )
+
+    def ask(self, gate: Gate) -> Tensor:
+        """Return the noisy sum of every class."""
+        features = self.features(gate.public, gate.engine.torch_device)
+        return gate.noisy_sum(self.query(), lambda record, label: features(record.flatten())).value
 
     def scale(self, public: Public) -> float:
         """Return l: as set, else the root mean square distance of two uniformly drawn records.
@@ -243,7 +246,6 @@ class DPMERF(Generative):
 
     def _match(self, release: Release, device: torch.device) -> Match:
         """Return the squared distance of made records' mean embeddings to the released ones."""
-        public, sums = release.public, release.signals["sums"].to(device)
         asked = self.configured(release.recipe["configuration"])
         for field in ("frequencies", "length_scale"):
             if getattr(asked, field) != getattr(self, field):
@@ -251,8 +253,13 @@ class DPMERF(Generative):
                     f"dp-merf: the embedding was measured with {field}={getattr(asked, field)}, "
                     f"not {getattr(self, field)}."
                 )
-        features = asked.features(public, device)  # by the seed they were measured with
-        goal = sums / torch.tensor(public.sizes, device=device)[:, None]
+        # By the seed they were measured with.
+        return asked.distance(release.public, release.signals["sums"].to(device))
+
+    def distance(self, public: Public, sums: Tensor) -> Match:
+        """Return the squared distance of made records' mean embeddings to these noisy ones."""
+        features = self.features(public, sums.device)
+        goal = sums / torch.tensor(public.sizes, device=sums.device)[:, None]
 
         def match(records: Tensor, labels: Tensor) -> Tensor:
             member = F.one_hot(labels, len(goal)).T.to(goal)
