@@ -175,6 +175,7 @@ class DataLens(Generative):
     averaging: float = 0.0
     head_start: float = 0.0  # share of the budget
     head_start_steps: int = 1000
+    head_start_learning_rate: float = 1e-3
     latent: int = 50
     teacher_widths: tuple[int, int, int] | None = None
     generator_hidden: int = 1024
@@ -187,7 +188,8 @@ class DataLens(Generative):
             self._require(
                 getattr(self, field) >= 1, f"{field} is {getattr(self, field)}; at least 1"
             )
-        for field in ("teacher_learning_rate", "generator_learning_rate", "step"):
+        rates = ("teacher_learning_rate", "generator_learning_rate", "head_start_learning_rate")
+        for field in (*rates, "step"):
             value = getattr(self, field)
             self._require(math.isfinite(value) and value > 0, f"{field} must be positive: {value}")
         for field in ("momentum", "averaging", "head_start"):
@@ -403,9 +405,8 @@ class _Student:
         for turn in range(method.head_start_steps):
             latents = method.latents(len(labels), method.seed, "head start", turn)
             slopes = grad(loss)(_part(self._state, "weights"), latents.to(self._device))
-            self._state = _adam(
-                self._state, slopes, method.generator_learning_rate, method.momentum
-            )
+            rate = method.head_start_learning_rate * (1 - turn / method.head_start_steps)
+            self._state = _adam(self._state, slopes, rate, method.momentum)
         self._average = _part(self._state, "weights")
         steps = torch.zeros((), device=self._device)
         self._state = _untrained(self._average, steps)  # votes are another loss
