@@ -170,15 +170,13 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def sizes(
-    channels: int, height: int, width: int, numbers: int = NUMBERS, fewest: int = 8
-) -> dict[str, int]:
+def sizes(channels: int, height: int, width: int, numbers: int = NUMBERS) -> dict[str, int]:
     """Return the sizes kernels are compiled for, if a program holds so many numbers of a map.
 
-    The channels it takes at once are a power of two, and ``fewest`` even of a large map.
+    The channels it takes at once are a power of two, and eight even of a large map.
     """
     quarter = triton.next_power_of_2(height * width // 4)
-    most = max(fewest, numbers // (4 * quarter))
+    most = max(8, numbers // (4 * quarter))
     return {
         "CHANNELS": channels,
         "HALF_WIDTH": width // 2,
@@ -260,7 +258,9 @@ if triton is not None:
         n = tl.program_id(0).to(tl.int64)
         channel = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
         real = channel < CHANNELS
-        whole, half, here, here_half = places(CHANNELS, CHANNELS, HALF_WIDTH, HALVES, QUARTER, AT_ONCE)
+        whole, half, here, here_half = places(
+            CHANNELS, CHANNELS, HALF_WIDTH, HALVES, QUARTER, AT_ONCE
+        )
         values = tl.load(x + n * 4 * HALVES * CHANNELS + whole, mask=here, other=0.0)
         values = values.to(tl.float32)
         center = tl.sum(tl.sum(values, axis=1), axis=0) / (4 * HALVES)
@@ -287,7 +287,9 @@ if triton is not None:
         n = tl.program_id(0).to(tl.int64)
         channel = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
         real = channel < CHANNELS
-        whole, half, here, here_half = places(CHANNELS, CHANNELS, HALF_WIDTH, HALVES, QUARTER, AT_ONCE)
+        whole, half, here, here_half = places(
+            CHANNELS, CHANNELS, HALF_WIDTH, HALVES, QUARTER, AT_ONCE
+        )
         first = n * 4 * HALVES * CHANNELS
         values = tl.load(x + first + whole, mask=here, other=0.0).to(tl.float32)
         up = tl.load(slope + n * HALVES * CHANNELS + half, mask=here_half, other=0.0)

@@ -36,12 +36,11 @@ if triton is not None:
 
 __all__ = ["norm_relu_halve"]
 
-NUMBERS = {"numbers": 8192, "fewest": 16}
-"""Numbers of a map that one program holds, beside as many of its tangent, and channels at least:
-sixteen numbers of bfloat16 are the least that memory hands out."""
+NUMBERS = 4096
+"""Numbers of a map that one program holds, and as many of its tangent."""
 
 A_THREAD = 32
-"""Numbers of a map that one thread holds."""
+"""Of these, those that one thread holds: eight channels of a 2x2 square, and registers suffice."""
 
 
 def norm_relu_halve(pair: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -69,7 +68,7 @@ class _NormReluHalve(torch.autograd.Function):
 def _layout(pair: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the grid of programs, the sizes they are compiled for and how many warps they take."""
     n, channels, height, width = pair.shape
-    each = sizes(channels // 2, height, width, **NUMBERS)
+    each = sizes(channels // 2, height, width, NUMBERS)
     threads = 4 * each["QUARTER"] * each["AT_ONCE"] // A_THREAD
     warps = min(16, max(1, threads // 32))
     return (n, triton.cdiv(channels // 2, each["AT_ONCE"])), {**each, "num_warps": warps}
@@ -91,9 +90,7 @@ def _forward(pair: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor
     return halved, moments
 
 
-def _backward(
-    slope: Tensor, pair: Tensor, weight: Tensor, bias: Tensor, moments: Tensor
-) -> Tensor:
+def _backward(slope: Tensor, pair: Tensor, weight: Tensor, bias: Tensor, moments: Tensor) -> Tensor:
     for_pair = torch.empty_like(pair, memory_format=torch.channels_last)
     grid, layout = _layout(pair)
     _backward_kernel[grid](
