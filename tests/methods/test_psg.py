@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.methods.test_ndpdc import CPU, MNIST, table, two_pictures
+from tests.ops.kernels import needs_gpu
 from understudy.data.datasets import load, load_heldout
+from understudy.engine import Engine
 from understudy.errors import BadConfiguration
+from understudy.methods.gradient_matching import Matching, Pixels, Theta
 from understudy.methods.psg import PSG
+from understudy.nets.convnet import ConvNet
 from understudy.nets.generator import Generator, draw_generator
 from understudy.ops.gradients import gradient_of_one, matched
 from understudy.privacy import Accountant, Budget, Ledger, Secret
@@ -138,6 +143,47 @@ def test_one_step_is_the_papers_arithmetic(tmp_path: Path, clip_all: bool) -> No
     (push,) = torch.autograd.grad(loss, pixels)
     torch.testing.assert_close(after, before - 0.1 * push, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(after, before, atol=1e-4)
+
+
+@pytest.mark.parametrize("prior", [False, True])
+def test_the_way_without_second_derivatives_leads_to_the_same_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prior: bool
+) -> None:
+    """A GPU's way, taken on a CPU in float32."""
+    method = small(noise_multiplier=0.0, expected_batch=120.0, prior=prior)
+    expected = released(method, tmp_path / "l")["images"]
+    turns: list[bool] = []
+    along = ConvNet.along
+
+    def counted(self: ConvNet, *given: Any) -> Any:
+        turns.append(True)
+        return along(self, *given)
+
+    monkeypatch.setattr(ConvNet, "along", counted)
+    monkeypatch.setattr(ConvNet, "is_fast", lambda self, x: not self.by_record)
+    images = released(method, tmp_path / "m")["images"]
+    assert len(turns) == 2 * 2 * 2
+    torch.testing.assert_close(images, expected, rtol=1e-3, atol=1e-4)
+
+
+@needs_gpu
+def test_in_bfloat16_a_step_is_recorded_and_goes_nearly_the_same_way() -> None:
+    method = small(width=32, images_per_class=3)
+    public = dataclasses.replace(MNIST, shape=(1, 28, 28))
+    steps = []
+    for precision in ("float32", "bfloat16"):
+        engine = Engine(device="cuda", precision=precision)
+        theta = Theta(method, public, engine)
+        theta.draw(1)
+        synthetic = Pixels(method, public, engine.torch_device)
+        before = synthetic.images().detach().clone()
+        answer = torch.randn(10**6, generator=torch.Generator().manual_seed(2)).cuda()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            matching = Matching(theta, synthetic, theta.weights)
+        matching.step(answer[: sum(theta.parameters[name].numel() for name in theta.weights)])
+        steps.append((synthetic.images().detach() - before).flatten(1))
+    assert torch.cosine_similarity(*steps).min() > 0.95
 
 
 def test_the_set_is_a_function_of_the_seed_and_the_answers(tmp_path: Path) -> None:

@@ -5,12 +5,21 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
 
+from tests.ops.kernels import DEVICE, needs_triton
 from understudy.nets import ConvNet, draw_parameters, random_convnet, uniforms
 from understudy.nets.convnet import default_depth, halve
+from understudy.ops import fused
 from understudy.ops.by_record import convolve_by_record
+from understudy.ops.gradients import (
+    batch_gradient,
+    loss_along,
+    matched,
+    row_distance,
+    slopes_of_distance,
+)
 
 
 @pytest.mark.parametrize(("shape", "count"), [((1, 28, 28), 317_706), ((3, 32, 32), 320_010)])
@@ -168,3 +177,35 @@ def test_one_image_needs_no_batch_dimension() -> None:
 def test_halve_is_average_pooling(size: tuple[int, int]) -> None:
     x = torch.randn(2, 3, *size)
     torch.testing.assert_close(halve(x), F.avg_pool2d(x, 2))
+
+
+ALONG = [((1, 28, 28), 3), ((3, 8, 12), 2), ((1, 8, 8), 4), ((2, 9, 11), 2)]
+"""Shapes and depths: padded, of colours, with blocks that do not pool, and odd."""
+
+
+@pytest.mark.parametrize(("shape", "depth"), ALONG)
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=needs_triton)])
+def test_logits_change_along_a_direction_as_forward_differentiation_says(
+    shape: tuple[int, int, int], depth: int, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the distance of gradients changes with the pictures as differentiating twice says."""
+    if kernels:
+        monkeypatch.setattr(fused, "available", lambda x: x.shape[-2] % 2 == x.shape[-1] % 2 == 0)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    net = ConvNet(shape, 3, width=8, depth=depth).to("meta")
+    theta = draw_parameters(net, 3, device=DEVICE)
+    torch.manual_seed(4)
+    images = torch.randn(4, *shape, device=DEVICE, requires_grad=True)
+    labels, names = torch.arange(4, device=DEVICE) % 3, matched(theta)
+    ours = batch_gradient(net, theta, images, labels, names, create_graph=True)
+    real = {name: torch.randn_like(slope) for name, slope in ours.items()}
+    (expected,) = torch.autograd.grad(row_distance(ours, real), images, retain_graph=True)
+
+    direction = slopes_of_distance(ours, real)
+    logits, tangents = net.along(theta, direction, images)
+    (slope,) = torch.autograd.grad(loss_along(logits, tangents, labels), images)
+    still = {name: torch.zeros_like(value) for name, value in theta.items()}
+    theirs = jvp(lambda p: functional_call(net, p, (images,)), (theta,), ({**still, **direction},))
+    torch.testing.assert_close(logits, theirs[0], rtol=1e-4, atol=1e-5)
+    assert (tangents - theirs[1]).norm() < 1e-4 * theirs[1].norm()
+    assert (slope - expected).norm() < 1e-3 * expected.norm()

@@ -10,3 +10,8 @@ from understudy.ops import fused
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 needs_triton = pytest.mark.skipif(fused.triton is None, reason="needs Triton")
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or fused.triton is None,
+    reason="needs a CUDA device and Triton",
+)

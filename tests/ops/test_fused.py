@@ -8,17 +8,12 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional as F
 
-from tests.ops.kernels import DEVICE, needs_triton
+from tests.ops.kernels import DEVICE, needs_gpu, needs_triton
 from understudy.engine import captured
 from understudy.nets.convnet import ConvNet
 from understudy.nets.draw import draw_parameters, materialise
 from understudy.ops import fused, opening
 from understudy.ops.gradients import gradient_of_one, matched
-
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or fused.triton is None,
-    reason="needs a CUDA device and Triton",
-)
 
 
 def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -10,8 +10,10 @@ from understudy.ops.gradients import (
     FLOOR,
     batch_gradient,
     gradient_of_one,
+    loss_along,
     matched,
     row_distance,
+    slopes_of_distance,
     split,
 )
 
@@ -107,3 +109,29 @@ def test_rows_of_zeros_count_one_and_pull_nowhere() -> None:
     assert distance.item() == 2.0
     (slope,) = torch.autograd.grad(distance, zeros)
     assert torch.equal(slope, torch.zeros(2, 3))
+
+
+def test_slopes_of_a_distance_are_its_gradient() -> None:
+    torch.manual_seed(5)
+    shapes = {"conv": (4, 2, 3, 3), "scale": (4,), "linear": (3, 7), "extra": (2, 2)}
+    ours = {k: torch.randn(s, dtype=torch.float64) for k, s in shapes.items()}
+    theirs = {k: torch.randn(s, dtype=torch.float64) for k, s in shapes.items() if k != "extra"}
+    ours["conv"][0] *= 1e-7
+    ours["conv"][1] = ours["linear"][2] = theirs["linear"][2] = theirs["linear"][1] = 0
+    moving = {k: value.clone().requires_grad_() for k, value in ours.items()}
+    names = ["conv", "linear"]
+    expected = torch.autograd.grad(row_distance(moving, theirs), [moving[k] for k in names])
+    slopes = slopes_of_distance(ours, theirs)
+    assert list(slopes) == names
+    for slope, theirs_by_autograd in zip(slopes.values(), expected):
+        torch.testing.assert_close(slope, theirs_by_autograd)
+    single = slopes_of_distance({k: v.float() for k, v in ours.items()}, theirs)
+    assert all(torch.isfinite(slope).all() for slope in single.values())
+
+
+def test_a_loss_changes_as_its_logits_do() -> None:
+    torch.manual_seed(6)
+    logits, tangents = torch.randn(2, 5, 3).double().unbind()
+    labels = torch.arange(5) % 3
+    _, expected = torch.func.jvp(lambda x: F.cross_entropy(x, labels), (logits,), (tangents,))
+    torch.testing.assert_close(loss_along(logits, tangents, labels), expected)

@@ -11,18 +11,21 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from understudy.engine import Engine, captured, moved
 from understudy.errors import BadConfiguration
+from understudy.nets.convnet import ConvNet
 from understudy.nets.draw import Drawing, public_seed
 from understudy.nets.generator import draw_generator
 from understudy.ops.gradients import (
     batch_gradient,
     batch_loss,
     gradient_of_one,
+    loss_along,
     matched,
     row_distance,
+    slopes_of_distance,
     split,
 )
 from understudy.privacy.public import Public
@@ -37,6 +40,7 @@ class Theta:
     """Hold the network's parameters: one row of numbers that stays where it is."""
 
     def __init__(self, method: PSG, public: Public, engine: Engine) -> None:
+        self._exact = method.network(public)
         self._batch = method.network(public, precision=engine.dtype)
         self._record = method.network(public, precision=engine.dtype, by_record=True)
         self._drawing = Drawing(self._batch, engine.torch_device)
@@ -67,6 +71,20 @@ class Theta:
         loss = batch_loss(self._batch, self._drawing.split(leaf), images, labels)
         self._row.sub_(torch.autograd.grad(loss, leaf)[0], alpha=rate)
 
+    def towards(self, real: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
+        """Return what pulls images as the distance of their gradient to a real one does.
+
+        Its slopes by the images are the distance's. Its value is the distance only where the
+        network is differentiated twice, which fused blocks cannot be.
+        """
+        net, parameters, names = self._batch, self.parameters, self.weights
+        if isinstance(net, ConvNet) and net.is_fast(images):
+            ours = batch_gradient(net, parameters, images.detach(), labels, names)
+            direction = slopes_of_distance(ours, real)
+            return loss_along(*net.along(parameters, direction, images), labels)
+        ours = batch_gradient(self._exact, parameters, images, labels, names, create_graph=True)
+        return row_distance(ours, real)
+
     def tensors(self) -> tuple[Tensor, ...]:
         """Return what a step of training changes."""
         return (self._row,)
@@ -75,19 +93,13 @@ class Theta:
 class Matching:
     """Move the set so that its gradient points where a noisy one does. Recorded on a GPU."""
 
-    def __init__(
-        self, net: nn.Module, theta: Theta, synthetic: Synthetic, asked: tuple[str, ...]
-    ) -> None:
+    def __init__(self, theta: Theta, synthetic: Synthetic, asked: tuple[str, ...]) -> None:
         count = sum(theta.parameters[name].numel() for name in asked)
         self._answer = torch.zeros(count, device=synthetic.labels.device)
 
         def step() -> None:
             real = split(self._answer, theta.parameters, asked)
-            images, labels = synthetic.images(), synthetic.labels
-            ours = batch_gradient(
-                net, theta.parameters, images, labels, theta.weights, create_graph=True
-            )
-            synthetic.descend(row_distance(ours, real))
+            synthetic.descend(theta.towards(real, synthetic.images(), synthetic.labels))
 
         self._go = synthetic.recorded(step, synthetic.tensors)
 

@@ -172,12 +172,11 @@ class PSG(Method):
     def measure(self, gate: Gate) -> Release:
         """Run the whole algorithm: the state between queries is public."""
         engine, query = gate.engine, self.query()
-        net = self.network(gate.public)
         theta = Theta(self, gate.public, engine)
         asked = theta.names if self.clip_all else theta.weights
         contribution = theta.gradient_of_one(asked)
         synthetic = (Generated if self.prior else Pixels)(self, gate.public, engine.torch_device)
-        matching = Matching(net, theta, synthetic, asked)
+        matching = Matching(theta, synthetic, asked)
         training = Training(theta, synthetic, self.network_learning_rate)
         outer_steps, inner_epochs = self.schedule
         for run in range(synthetic.resume(gate.resume()), self.runs):

@@ -7,7 +7,7 @@ Blocks of convolution 3x3, instance norm, ReLU, average pool 2x2, then one linea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import torch
@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from understudy.errors import BadConfiguration
 from understudy.nets.draw import materialise
-from understudy.ops import fused, opening
+from understudy.ops import fused, fused_pair, opening
 from understudy.ops.by_record import convolve_by_record
+from understudy.ops.neighbours import neighbours
 
 __all__ = ["ConvNet", "default_depth", "halve", "instance_norm", "random_convnet"]
 
@@ -53,21 +54,33 @@ def _as_product(x: Tensor, weight: Tensor, margin: int) -> Tensor:
     """Convolve few channels as one product of matrices; the result lies channels last.
 
     Libraries convolve one or three channels as if they were eight or more, and turn the result
-    around. Neighbourhoods are padded with zeros to a multiple of eight numbers.
+    around. Neighbourhoods are padded with zeros to a multiple of eight numbers. The product is in
+    the weights' precision, what goes back to a pixel is added up in the pictures'.
     """
-    channels, rows, columns = weight.shape[1:]
     height, width = (side + 2 * margin - 2 for side in x.shape[-2:])
-    x = F.pad(x, (margin,) * 4)
-    parts = [
-        x[:, channel, row : row + height, column : column + width]
-        for channel in range(channels)
-        for row in range(rows)
-        for column in range(columns)
-    ]
-    spare = -len(parts) % 8
-    windows = torch.stack(parts + [torch.zeros_like(parts[0])] * spare, dim=-1)
-    product = windows @ F.pad(weight.flatten(1), (0, spare)).T
-    return product.permute(0, 3, 1, 2)
+    windows = neighbours(F.pad(x, (margin,) * 4), 3).to(weight.dtype).mT
+    spare = (0, -windows.shape[-1] % 8)
+    product = F.pad(windows, spare) @ F.pad(weight.flatten(1), spare).T
+    return product.reshape(-1, height, width, len(weight)).permute(0, 3, 1, 2)
+
+
+def _of_pairs(weight: Tensor, tangent: Tensor) -> Tensor:
+    """Return what takes a pair (x, x') to (w x, w x' + w' x), as w takes x to w x."""
+    above = torch.cat([weight, torch.zeros_like(weight)], dim=1)
+    return torch.cat([above, torch.cat([tangent, weight], dim=1)])
+
+
+def _normed_with_tangents(pair: Tensor, weight: Tensor, bias: Tensor, *, halved: bool) -> Tensor:
+    """Take maps through a block's norm, ReLU and pool, and their tangents through its derivative."""
+    if halved and fused.available(pair):
+        return fused_pair.norm_relu_halve(pair, weight, bias)
+
+    def block(maps: Tensor) -> Tensor:
+        maps = F.relu(F.group_norm(maps, maps.shape[1], weight, bias))
+        return halve(maps) if halved else maps
+
+    maps, tangents = (half.contiguous() for half in pair.float().chunk(2, dim=1))
+    return torch.cat(torch.func.jvp(block, (maps,), (tangents,)), dim=1).to(pair.dtype)
 
 
 class ConvNet(nn.Module):
@@ -130,13 +143,17 @@ class ConvNet(nn.Module):
         """Return the flattened last map: (n, features), or (features,) for one image."""
         if x.dim() == 3:
             return self.embed(x[None])[0]
-        if self.precision != torch.float32 and x.is_cuda:
+        if self.is_fast(x):
             return self._embed_fast(x)
         for block, (convolution, norm) in enumerate(self._blocks()):
             x = F.relu(norm(convolution(x)), inplace=True)
             if block < self.pools:
                 x = halve(x)
         return x.flatten(1)
+
+    def is_fast(self, x: Tensor) -> bool:
+        """Tell whether these pictures go through in lower precision, and have no second derivative."""
+        return self.precision != torch.float32 and x.is_cuda
 
     def _blocks(self) -> Iterator[tuple[nn.Conv2d, nn.GroupNorm]]:
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
@@ -170,6 +187,32 @@ class ConvNet(nn.Module):
             x = F.relu(F.group_norm(x, norm.num_groups, norm.weight.to(x), norm.bias.to(x)))
             x = halve(x) if halved else x
         return x.flatten(1).float()
+
+    def along(
+        self, parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor], x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits, and how fast they change as the weights go along `direction`.
+
+        `direction` holds the weights of the convolutions and of the linear layer. Computed as
+        `_embed_fast` does, every map beside its tangent. It can be differentiated by the pictures,
+        once, and by nothing else.
+        """
+        weights = {name: (parameters[name], direction[name]) for name in direction}
+        pair = x
+        for block, (convolution, _) in enumerate(self._blocks()):
+            both = weights[f"convolutions.{block}.weight"]
+            if block == 0:  # pictures have no tangents
+                weight = torch.cat(both).to(self.precision)
+                pair = _as_product(x, weight, int(convolution.padding[0]))
+            else:
+                layout = torch.channels_last
+                weight = _of_pairs(*both).to(self.precision, memory_format=layout)
+                pair = F.conv2d(pair, weight, padding=1)
+            affine = parameters[f"norms.{block}.weight"], parameters[f"norms.{block}.bias"]
+            pair = _normed_with_tangents(pair, *affine, halved=block < self.pools)
+        features = pair.flatten(1).float()
+        logits, tangents = F.linear(features, _of_pairs(*weights["classifier.weight"])).chunk(2, 1)
+        return logits + parameters["classifier.bias"], tangents
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""

@@ -9,7 +9,8 @@ Written in Triton, which comes with PyTorch's CUDA builds for Linux; ``available
 can be used for a map, and whoever calls falls back on PyTorch's own operations. No record sees
 another, and ``torch.func.vmap`` maps over the first dimension as over any batch.
 
-There is no second derivative: PSG's public half differentiates twice and takes PyTorch's.
+There is no second derivative. PSG's public half, which needs one by the pictures, takes the maps'
+tangents along instead: :mod:`~understudy.ops.fused_pair`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = [
     "folded",
     "norm_relu_halve",
     "parted",
+    "sizes",
     "triton",
 ]
 
@@ -168,10 +170,20 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def _channels(positions: int, channels: int) -> int:
-    """Return how many channels a program takes: a power of two."""
-    most = max(8, NUMBERS // positions)
-    return int(min(most, triton.next_power_of_2(channels), 128))
+def sizes(channels: int, height: int, width: int, numbers: int = NUMBERS) -> dict[str, int]:
+    """Return the sizes kernels are compiled for, if a program holds so many numbers of a map.
+
+    The channels it takes at once are a power of two, and eight even of a large map.
+    """
+    quarter = triton.next_power_of_2(height * width // 4)
+    most = max(8, numbers // (4 * quarter))
+    return {
+        "CHANNELS": channels,
+        "HALF_WIDTH": width // 2,
+        "HALVES": height * width // 4,
+        "QUARTER": quarter,
+        "AT_ONCE": min(most, triton.next_power_of_2(channels), 128),
+    }
 
 
 def _layout(x: Tensor, weight: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
@@ -180,18 +192,9 @@ def _layout(x: Tensor, weight: Tensor) -> tuple[tuple[int, int], dict[str, int]]
     ``weight`` is one row for all maps, or a row for each of as many equal parts of the batch.
     """
     n, channels, height, width = x.shape
-    rows = weight.numel() // channels
-    quarter = triton.next_power_of_2(height * width // 4)
-    at_once = _channels(4 * quarter, channels)
-    grid = (n, triton.cdiv(channels, at_once))
-    return grid, {
-        "maps_a_row": n // rows,
-        "CHANNELS": channels,
-        "HALF_WIDTH": width // 2,
-        "HALVES": height * width // 4,
-        "QUARTER": quarter,
-        "AT_ONCE": at_once,
-    }
+    each = sizes(channels, height, width)
+    grid = (n, triton.cdiv(channels, each["AT_ONCE"]))
+    return grid, {"maps_a_row": n // (weight.numel() // channels), **each}
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,19 +230,22 @@ def _backward(
 if triton is not None:
 
     @triton.jit
-    def _places(
-        CHANNELS: tl.constexpr, HALF_WIDTH: tl.constexpr, HALVES: tl.constexpr,
-        QUARTER: tl.constexpr, AT_ONCE: tl.constexpr,
+    def places(
+        CHANNELS: tl.constexpr, PITCH: tl.constexpr, HALF_WIDTH: tl.constexpr,
+        HALVES: tl.constexpr, QUARTER: tl.constexpr, AT_ONCE: tl.constexpr,
     ):  # fmt: skip
-        """Return where a program's numbers lie: (a place of the halved map, 2x2, channel)."""
+        """Return where a program's numbers lie: (a place of the halved map, 2x2, channel).
+
+        From one place to the next are PITCH numbers.
+        """
         place = tl.arange(0, QUARTER)[:, None, None]
         corner = tl.arange(0, 4)[None, :, None]
         channel = (tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE))[None, None, :]
         row = 2 * (place // HALF_WIDTH) + corner // 2
         column = 2 * (place % HALF_WIDTH) + corner % 2
         here = (place < HALVES) & (channel < CHANNELS) & (corner < 4)
-        whole = (row * (2 * HALF_WIDTH) + column) * CHANNELS + channel
-        half = place * CHANNELS + channel
+        whole = (row * (2 * HALF_WIDTH) + column) * PITCH + channel
+        half = place * PITCH + channel
         return whole, half, here, (place < HALVES) & (channel < CHANNELS)
 
     @triton.jit
@@ -252,7 +258,9 @@ if triton is not None:
         n = tl.program_id(0).to(tl.int64)
         channel = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
         real = channel < CHANNELS
-        whole, half, here, here_half = _places(CHANNELS, HALF_WIDTH, HALVES, QUARTER, AT_ONCE)
+        whole, half, here, here_half = places(
+            CHANNELS, CHANNELS, HALF_WIDTH, HALVES, QUARTER, AT_ONCE
+        )
         values = tl.load(x + n * 4 * HALVES * CHANNELS + whole, mask=here, other=0.0)
         values = values.to(tl.float32)
         center = tl.sum(tl.sum(values, axis=1), axis=0) / (4 * HALVES)
@@ -279,7 +287,9 @@ if triton is not None:
         n = tl.program_id(0).to(tl.int64)
         channel = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
         real = channel < CHANNELS
-        whole, half, here, here_half = _places(CHANNELS, HALF_WIDTH, HALVES, QUARTER, AT_ONCE)
+        whole, half, here, here_half = places(
+            CHANNELS, CHANNELS, HALF_WIDTH, HALVES, QUARTER, AT_ONCE
+        )
         first = n * 4 * HALVES * CHANNELS
         values = tl.load(x + first + whole, mask=here, other=0.0).to(tl.float32)
         up = tl.load(slope + n * HALVES * CHANNELS + half, mask=here_half, other=0.0)
