@@ -23,7 +23,7 @@ from understudy.evaluation import classify
 from understudy.methods import gradient_matching, optimisation
 from understudy.nets import convnet
 from understudy.ops import pieces
-from understudy.privacy import gate
+from understudy.privacy import clipping, gate
 
 WAITS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select",
                    "aten::equal", "aten::is_nonzero", "aten::unique_dim", "aten::_unique2"})  # fmt: skip
@@ -99,7 +99,7 @@ def _leaves_the_device(before: Tensor, after: Tensor) -> bool:
 
 PIECES: tuple[tuple[ModuleType, str, Any], ...] = (
     (pieces, "PIXELS", 10**12),
-    (gate, "CACHED_NUMBERS", 10**12),
+    (clipping, "CACHED_NUMBERS", 10**12),
     (convnet, "halve", lambda x: F.avg_pool2d(x, 2)),
     *(
         (module, "captured", lambda step, *_: step)
