@@ -137,9 +137,8 @@ def test_a_stack_need_not_lie_one_learner_after_the_other() -> None:
         torch.testing.assert_close(aside[name].movedim(-1, 0), ours[name], rtol=1e-6, atol=1e-7)
 
 
-@needs_triton
-def test_learners_that_share_their_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "available", lambda weight: True)
+@pytest.mark.usefixtures("way")
+def test_learners_that_share_their_weights_are_refused() -> None:
     stream = torch.Generator().manual_seed(5)
     state, slopes = fresh(stream), drawn(stream, 3)
     with pytest.raises(ValueError, match="of their own"):

@@ -27,6 +27,9 @@ __all__ = ["adam", "available", "part", "untrained"]
 SQUARES = 0.999  # the second moment's decay, TensorFlow's and PyTorch's default
 TINY = 1e-8  # epsilon, likewise
 
+CACHED_NUMBERS = 2**18
+"""Weights that a CPU moves at a time, so that what it works with stays in its cache."""
+
 BLOCK = 1024
 """Weights of one learner that a program moves."""
 
@@ -63,30 +66,12 @@ def adam(
     pace, tiny = learning_rate * root / (1 - momentum**steps), TINY * root
     for name, slope in slopes.items():
         weight, mean, square = (state[f"{kind}.{name}"] for kind in ("weights", "mean", "square"))
-        if available(weight):
-            _Fused.apply(weight, mean, square, slope, pace, tiny, momentum)
-        else:
-            _move(weight, mean, square, slope, pace, tiny, momentum)
+        _Step.apply(weight, mean, square, slope, pace, tiny, momentum)
     return state
 
 
-def _move(
-    weight: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    slope: Tensor,
-    pace: Tensor,
-    tiny: Tensor,
-    momentum: float,
-) -> None:
-    """Change weights and moments by one operation after the other."""
-    mean.copy_(torch.lerp(mean, slope, 1 - momentum))  # vmap knows no lerp_
-    square.copy_(torch.lerp(square, slope * slope, 1 - SQUARES))
-    weight.sub_(pace * mean / (square.sqrt() + tiny))
-
-
-class _Fused(torch.autograd.Function):
-    """Change weights and moments by the kernel; there is no derivative.
+class _Step(torch.autograd.Function):
+    """Change weights and moments, a whole stack's at once; there is no derivative.
 
     ``pace`` and ``tiny`` have a number for each learner of a stack, whose dimensions come first in
     every other tensor, or are numbers of the only learner.
@@ -103,12 +88,17 @@ class _Fused(torch.autograd.Function):
         momentum: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         moving = weight, mean, square
-        if all(value.is_contiguous() for value in moving):
+        if available(weight) and all(value.is_contiguous() for value in moving):
             _fused(*moving, slope.contiguous(), pace.contiguous(), tiny.contiguous(), momentum)
-        else:
-            own = [1] * (weight.dim() - pace.dim())
-            pace, tiny = (number.reshape(*number.shape, *own) for number in (pace, tiny))
-            _move(*moving, slope, pace, tiny, momentum)
+            return moving
+        given = [*moving, slope, pace, tiny]
+        if pace.dim() == 0:
+            given = [value[None] for value in given]
+        few = len(given[0])
+        if weight.device.type == "cpu":
+            few = max(1, CACHED_NUMBERS * few // max(1, weight.numel()))
+        for w, m, q, s, p, t in zip(*(torch.split(value, few) for value in given)):
+            _plainly(w, m, q, s, p, t, momentum)
         return moving
 
     @staticmethod
@@ -127,8 +117,25 @@ class _Fused(torch.autograd.Function):
             value.expand(info.batch_size, *value.shape) if at is None else value.movedim(at, 0)
             for value, at in zip(given[:6], where)
         ]
-        _Fused.apply(*first, given[6])
+        _Step.apply(*first, given[6])
         return given[:3], where[:3]
+
+
+def _plainly(
+    weight: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    slope: Tensor,
+    pace: Tensor,
+    tiny: Tensor,
+    momentum: float,
+) -> None:
+    """Do what the kernel does by one operation after the other."""
+    own = [1] * (weight.dim() - pace.dim())
+    pace, tiny = (number.reshape(*number.shape, *own) for number in (pace, tiny))
+    mean.lerp_(slope, 1 - momentum)
+    square.lerp_(slope * slope, 1 - SQUARES)
+    weight.sub_((pace * mean).div_(square.sqrt().add_(tiny)))
 
 
 def _fused(
