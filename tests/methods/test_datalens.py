@@ -13,10 +13,13 @@ from torch.nn import functional as F
 
 from tests.fixtures import gate_for, private
 from tests.methods.test_ndpdc import CPU, MNIST, table
+from tests.ops.kernels import DEVICE, needs_triton
 from understudy.data.folder import load, save
 from understudy.errors import BadConfiguration
 from understudy.methods.datalens import DataLens
+from understudy.nets import gan
 from understudy.nets.gan import Weights
+from understudy.ops import adam, columns
 from understudy.privacy import Accountant, Budget, Ledger, PrivateDataset, Secret
 from understudy.privacy.gate import Gate, Shards, State
 from understudy.run import fit, sample
@@ -172,6 +175,37 @@ def test_a_ballot_is_the_votes_on_each_picture(changes: dict[str, Any]) -> None:
         expected = vote.cast(-slope[which].flatten(), coins[which])
         torch.testing.assert_close(ballot[which], expected)
     assert ballot.norm() <= method.query(public).bound * (1 + 1e-6)
+
+
+@needs_triton
+def test_teachers_learn_and_vote_alike_by_a_gpus_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One lesson and one ballot, in float32: moments are the slopes, to a factor."""
+    method, public = small(signs="none", norm=1.0, top_k=None, clip=None), pictures().public
+    teacher = method.discriminator(public)
+    stream = torch.Generator().manual_seed(0)
+    made = torch.rand(2, method.batch, 1, 8, 8, generator=stream).to(DEVICE)
+    images = torch.rand(5, method.batch, 1, 8, 8, generator=stream).to(DEVICE) * 2 - 1
+    labels = torch.randint(2, (5, method.batch), generator=stream).to(DEVICE)
+    asked, wanted = made[0], torch.arange(method.batch, device=DEVICE) % 2
+
+    def found() -> tuple[State, Tensor]:
+        start = method.first_teachers(teacher)(torch.arange(5, device=DEVICE))
+        state = torch.func.vmap(method.lesson(teacher, made))(start, images, labels)
+        ballots = method.ballots(teacher, asked, wanted)
+        votes = torch.func.vmap(ballots)(state, torch.zeros(5, method.batch, 0, device=DEVICE))
+        assert all(state[name].data_ptr() == value.data_ptr() for name, value in start.items())
+        return {n: v for n, v in state.items() if n.startswith(("mean.", "square."))}, votes
+
+    monkeypatch.setattr(gan, "by_convolution", gan.by_patches)
+    answers = []
+    for kernels in (False, True):
+        for module in (adam, columns):
+            monkeypatch.setattr(module, "available", lambda x, kernels=kernels: kernels)
+        answers.append(found())
+    (moments, votes), (by_kernels, votes_by_kernels) = answers
+    for name, value in moments.items():
+        torch.testing.assert_close(by_kernels[name], value, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(votes_by_kernels, votes, rtol=1e-2, atol=1e-3)
 
 
 def test_the_direction_of_a_vote_is_what_makes_a_picture_pass_as_real() -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -296,6 +297,62 @@ def one_record_touches_one_shard() -> None:
         assert touched <= at_most, f"one {name} record touched {touched} shards"
 
 
+def a_state_is_what_its_step_returns() -> None:
+    """Shards hold what one alone computes from its own; in place or not, the same bit for bit.
+
+    Groups of two shards and a last one of one. States begin with their shard's number, so that
+    one which lands with another shard, or nowhere, is seen.
+    """
+    data = little(40)
+    query = Query(name="votes", bound=1.0, noise_multiplier=1.0, unit="shard")
+
+    def start(numbers: Tensor) -> dict[str, Tensor]:
+        own = numbers[:, None] + torch.zeros(len(numbers), 3)
+        return {"weights": own, "moment": -own, "steps": torch.zeros(len(numbers))}
+
+    def anew(state: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        moment = state["moment"] * 0.5 + x.sum() + y.sum()
+        weights = state["weights"] * 0.9 + moment
+        return {"weights": weights, "moment": moment, "steps": state["steps"] + 1}
+
+    def in_place(state: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        state["moment"].mul_(0.5).add_(x.sum()).add_(y.sum())
+        state["weights"].mul_(0.9).add_(state["moment"])
+        state["steps"].add_(1)
+        return state
+
+    def by_halves(state: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        after = anew(state, x, y)
+        state["moment"].copy_(after["moment"])
+        state["weights"].zero_()  # a place to work in: what is returned is another
+        return {**after, "moment": state["moment"]}
+
+    def trained(step: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
+        with gate_for(
+            data, Plan(Step(query, 1)), secret=Secret.for_testing(7), ledger=fresh_ledger(), chunk=6
+        ) as gate:
+            gate.grant.__dict__["id"] = "fixed"
+            shards = gate.shards(5, start, batch=3)
+            expected = start(torch.arange(5))
+            for _ in range(3):
+                images, labels = shards._load(shards._draw())
+                shards._trained -= 1
+                each = [
+                    anew({n: v[which] for n, v in expected.items()}, images[which], labels[which])
+                    for which in range(5)
+                ]
+                expected = {name: torch.stack([one[name] for one in each]) for name in expected}
+                shards.train(step)
+            for name, value in expected.items():
+                torch.testing.assert_close(shards._states[name], value, rtol=1e-5, atol=1e-5)
+            return shards._states
+
+    reference = trained(anew)
+    for step in (in_place, by_halves):
+        for name, value in trained(step).items():
+            assert torch.equal(value, reference[name]), f"{step.__name__}: other states '{name}'"
+
+
 def bare_records_cost_infinity() -> None:
     """Records leave as they are only where the plan says noise 0, which costs infinity."""
     noisy = Query(name="noisy", bound=1.0, noise_multiplier=1.0, expected_batch=4.0)
@@ -524,6 +581,7 @@ ALL = (
     answers_that_are_gone_are_not_drawn_again,
     noise_has_no_holes,
     one_record_touches_one_shard,
+    a_state_is_what_its_step_returns,
     a_shard_costs_double,
     bare_records_cost_infinity,
     a_checkpoint_stands_for_its_answers,

@@ -211,6 +211,32 @@ def shards_share_moments(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gate.Shards, "train", train)
 
 
+def steps_taken_to_be_in_place(patch: pytest.MonkeyPatch) -> None:
+    """What a step returns is not looked at, as if every step left it in the stack."""
+
+    def train(self: gate.Shards, step: Any, times: int = 1) -> None:
+        for _ in range(times):
+            chosen = self._draw()
+            for group in self._groups():
+                torch.func.vmap(step)(self._of(group), *self._load(chosen[group]))
+
+    patch.setattr(gate.Shards, "train", train)
+
+
+def states_put_back_at_the_front(patch: pytest.MonkeyPatch) -> None:
+    """Every group's states are put where the first group's lie."""
+
+    def train(self: gate.Shards, step: Any, times: int = 1) -> None:
+        for _ in range(times):
+            chosen = self._draw()
+            for group in self._groups():
+                changed = torch.func.vmap(step)(self._of(group), *self._load(chosen[group]))
+                for name, value in self._states.items():
+                    value[: len(changed[name])] = changed[name].detach()
+
+    patch.setattr(gate.Shards, "train", train)
+
+
 def bare_batches_at_any_price(patch: pytest.MonkeyPatch) -> None:
     def bare_batch(self: gate.Gate, query: events.Query) -> Any:
         return self._load(self._include(query, self._take(query)))
@@ -305,6 +331,8 @@ MUTANTS: tuple[tuple[Break, Callable[[], None]], ...] = (
     (round_robin_by_class, checks.one_record_touches_one_shard),
     (shards_shuffled_by_one_stream, checks.one_record_touches_one_shard),
     (shards_share_moments, checks.one_record_touches_one_shard),
+    (steps_taken_to_be_in_place, checks.a_state_is_what_its_step_returns),
+    (states_put_back_at_the_front, checks.a_state_is_what_its_step_returns),
     (bare_batches_at_any_price, checks.bare_records_cost_infinity),
     (checkpoint_without_the_count, checks.a_checkpoint_stands_for_its_answers),
     (checkpoint_passed_over, checks.a_checkpoint_stands_for_its_answers),

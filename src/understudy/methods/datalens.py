@@ -19,6 +19,7 @@ from understudy.methods.base import Generative, Preset
 from understudy.methods.dp_merf import DPMERF, Match
 from understudy.methods.matching import public_seed
 from understudy.nets.gan import Discriminator, Generator, Weights
+from understudy.ops.adam import adam, part, untrained
 from understudy.ops.vote import D2PFed, FetchSGD, TopAgg, Vote
 from understudy.privacy.events import Plan, Query, Step
 from understudy.privacy.gate import Gate, State
@@ -27,9 +28,6 @@ from understudy.privacy.release import Release
 
 Lesson = Callable[[State, Tensor, Tensor], State]
 Ballots = Callable[[State, Tensor], Tensor]
-
-SQUARES = 0.999  # Adam's second decay, TensorFlow's and PyTorch's default
-TINY = 1e-8  # Adam's epsilon, likewise
 
 NORM_PICTURES = 50
 """Pictures of each class whose statistics the released generator's batch norms keep. Ours."""
@@ -258,7 +256,7 @@ class DataLens(Generative):
         teacher, student = self.discriminator(public), _Student(self, public, device)
         if self.head_start:
             start = self.embedding()
-            student.begin(start.distance(public, start.ask(gate)))
+            student.fit_embeddings(start.distance(public, start.ask(gate)))
         coins = (self.images_per_iteration, vote.coins(public.dimension))
         shards = gate.shards(self.teachers, self.first_teachers(teacher), batch=self.batch)
         for turn in range(self.iterations):
@@ -289,7 +287,7 @@ class DataLens(Generative):
         def start(numbers: Tensor) -> State:
             seeds = [public_seed(self.seed, "teacher", number) for number in numbers.tolist()]
             weights = teacher.draw(seeds, device=numbers.device)
-            return _untrained(weights, torch.zeros(len(seeds), device=numbers.device))
+            return untrained(weights, torch.zeros(len(seeds), device=numbers.device))
 
         return start
 
@@ -309,8 +307,8 @@ class DataLens(Generative):
                 real, fake = logits.view(2, -1)
                 return F.softplus(-real).mean() + F.softplus(fake).mean()
 
-            slopes = grad(loss)(_part(state, "weights"))
-            return _adam(state, slopes, self.teacher_learning_rate, self.momentum)
+            slopes = grad(loss)(part(state, "weights"))
+            return adam(state, slopes, self.teacher_learning_rate, self.momentum)
 
         return lesson
 
@@ -323,7 +321,7 @@ class DataLens(Generative):
 
         def ballots(state: State, coins: Tensor) -> Tensor:
             def loss(images: Tensor) -> Tensor:
-                return F.softplus(-teacher(_part(state, "weights"), images, labels)).mean()
+                return F.softplus(-teacher(part(state, "weights"), images, labels)).mean()
 
             downhill = -grad(loss)(images).flatten(1)
             cast = vmap(self.vote(downhill.shape[1]).cast)
@@ -361,7 +359,7 @@ class DataLens(Generative):
         engine, classes = engine or Engine(device="cpu"), len(release.public.classes)
         generator = self.generator(release.public)
         signals = {name: value.to(engine.torch_device) for name, value in release.signals.items()}
-        weights, statistics = _part(signals, "weights"), _part(signals, "statistics")
+        weights, statistics = part(signals, "weights"), part(signals, "statistics")
         labels = (torch.arange(count) % classes).sort().values
         latents = self.latents(count, seed, "sample")
         images = torch.empty(count, *release.public.shape)
@@ -381,10 +379,13 @@ class _Student:
         self._method, self._device = method, device
         self._generator = method.generator(public)
         seed = public_seed(method.seed, "generator")
-        weights = self._generator.draw(seed, device=device)
-        self._state = _untrained(weights, torch.zeros((), device=device))
-        self._average = weights
         self._classes = torch.arange(len(public.classes), device=device)
+        self._with(self._generator.draw(seed, device=device))
+
+    def _with(self, weights: Weights) -> None:
+        """Go on with these weights, without moments."""
+        self._state = untrained(weights, torch.zeros((), device=self._device))
+        self._average = {name: value.clone() for name, value in weights.items()}
 
     def drawn(self, turn: int) -> tuple[Tensor, Tensor]:
         """Return this iteration's latents, and the labels of its m pictures: in equal shares."""
@@ -394,7 +395,7 @@ class _Student:
         places = torch.arange(turn * wanted, (turn + 1) * wanted, device=self._device)
         return latents.to(self._device), places % len(self._classes)
 
-    def begin(self, distance: Match) -> None:
+    def fit_embeddings(self, distance: Match) -> None:
         """Fit made pictures' mean embeddings to noisy ones of the records."""
         method, each = self._method, -(-PICTURES_AT_THE_START // len(self._classes))
         labels = self._classes.repeat_interleave(each)
@@ -404,18 +405,14 @@ class _Student:
 
         for turn in range(method.head_start_steps):
             latents = method.latents(len(labels), method.seed, "head start", turn)
-            slopes = grad(loss)(_part(self._state, "weights"), latents.to(self._device))
+            slopes = grad(loss)(part(self._state, "weights"), latents.to(self._device))
             rate = method.head_start_learning_rate * (1 - turn / method.head_start_steps)
-            self._state = _adam(self._state, slopes, rate, method.momentum)
-        self._average = _part(self._state, "weights")
-        steps = torch.zeros((), device=self._device)
-        self._state = _untrained(self._average, steps)  # votes are another loss
+            self._state = adam(self._state, slopes, rate, method.momentum)
+        self._with(part(self._state, "weights"))  # votes are another loss: no moments of this one
 
     def images(self, latents: Tensor, labels: Tensor) -> Tensor:
         """Make one picture for each label."""
-        made: Tensor = self._generator(
-            _part(self._state, "weights"), latents[: len(labels)], labels
-        )
+        made: Tensor = self._generator(part(self._state, "weights"), latents[: len(labels)], labels)
         return made
 
     def of_every_class(self, latents: Tensor) -> Tensor:
@@ -432,11 +429,11 @@ class _Student:
             made = self._generator(weights, latents[: len(labels)], labels)
             return (made - targets).square().sum()
 
-        method, slopes = self._method, grad(loss)(_part(self._state, "weights"))
-        self._state = _adam(self._state, slopes, method.generator_learning_rate, method.momentum)
+        method, slopes = self._method, grad(loss)(part(self._state, "weights"))
+        self._state = adam(self._state, slopes, method.generator_learning_rate, method.momentum)
         self._average = {
             name: torch.lerp(value, self._average[name], method.averaging)
-            for name, value in _part(self._state, "weights").items()
+            for name, value in part(self._state, "weights").items()
         }
 
     def signals(self) -> dict[str, Tensor]:
@@ -460,35 +457,3 @@ def _picture(public: Public) -> tuple[int, int, int]:
 def _unit(images: Tensor) -> Tensor:
     """Map the gate's [-1, 1] to [0, 1]."""
     return (images + 1) / 2
-
-
-# One learner's state: its weights, Adam's two moments of each, and the number of steps taken
-
-
-def _untrained(weights: Weights, steps: Tensor) -> State:
-    state = {"steps": steps}
-    for name, value in weights.items():
-        state[f"weights.{name}"] = value
-        state[f"mean.{name}"], state[f"square.{name}"] = (torch.zeros_like(value) for _ in "ab")
-    return state
-
-
-def _part(state: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
-    prefix = f"{kind}."
-    return {
-        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
-    }
-
-
-def _adam(state: State, slopes: Weights, learning_rate: float, momentum: float) -> State:
-    """Take one step of Adam (Kingma and Ba 2015, Algorithm 1), as a function of the state."""
-    steps = state["steps"] + 1
-    root = torch.sqrt(1 - SQUARES**steps)  # moves both corrections to numbers of one learner
-    pace, tiny = learning_rate * root / (1 - momentum**steps), TINY * root
-    after = {"steps": steps}
-    for name, slope in slopes.items():
-        mean = torch.lerp(state[f"mean.{name}"], slope, 1 - momentum)
-        square = torch.lerp(state[f"square.{name}"], slope * slope, 1 - SQUARES)
-        after[f"mean.{name}"], after[f"square.{name}"] = mean, square
-        after[f"weights.{name}"] = state[f"weights.{name}"] - pace * mean / (square.sqrt() + tiny)
-    return after

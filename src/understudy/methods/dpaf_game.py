@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from understudy.nets.dpaf import Discriminator, Weights
 from understudy.nets.draw import public_seed
+from understudy.ops.adam import adam, untrained
 from understudy.ops.bound import bound
 from understudy.ops.gradients import split
 from understudy.privacy.gate import Contribution, Gate
@@ -365,41 +366,30 @@ def _longest(directions: Tensor) -> Tensor:
 
 
 class _Learner:
-    """Hold weights that follow Adam (Kingma and Ba 2015), whose second moment is 0.999."""
+    """Hold weights that follow Adam."""
 
     def __init__(self, weights: Weights, rate: float, momentum: float) -> None:
-        self.weights = {n: v.detach().clone().requires_grad_() for n, v in weights.items()}
-        self._mean = {n: torch.zeros_like(v) for n, v in weights.items()}
-        self._square = {n: torch.zeros_like(v) for n, v in weights.items()}
-        self._rate, self._momentum, self._steps = rate, momentum, 0
+        own = {name: value.detach().clone() for name, value in weights.items()}
+        device = next(iter(own.values())).device
+        self._state = untrained(own, torch.zeros((), device=device))
+        # The same memory, seen by those who take gradients
+        self.weights = {name: value.detach().requires_grad_() for name, value in own.items()}
+        self._rate, self._momentum = rate, momentum
 
     def descend(self, loss: Tensor) -> None:
         """Take one step down a loss."""
         slopes = torch.autograd.grad(loss, list(self.weights.values()))
         self.step(dict(zip(self.weights, slopes, strict=True)))
 
-    @torch.no_grad()
     def step(self, slopes: Mapping[str, Tensor]) -> None:
         """Take one step against these slopes."""
-        self._steps += 1
-        first, second = 1 - self._momentum**self._steps, 1 - 0.999**self._steps
-        for name, value in self.weights.items():
-            mean = self._mean[name].lerp_(slopes[name], 1 - self._momentum)
-            square = self._square[name].lerp_(slopes[name].square(), 0.001)
-            value.sub_(self._rate * (mean / first) / ((square / second).sqrt() + 1e-8))
+        adam(self._state, slopes, self._rate, self._momentum)
 
     def state(self) -> Weights:
-        """Return weights and moments."""
-        parts = {"weight": self.weights, "mean": self._mean, "square": self._square}
-        state = {
-            f"{part}/{name}": v.detach() for part, kept in parts.items() for name, v in kept.items()
-        }
-        return {**state, "steps": torch.tensor(self._steps)}
+        """Return weights, moments and the number of steps."""
+        return dict(self._state)
 
     def resume(self, state: Mapping[str, Tensor]) -> None:
-        """Take weights and moments up."""
-        self._steps = int(state["steps"])
-        for name, value in self.weights.items():
-            value.data.copy_(state[f"weight/{name}"])
-            self._mean[name].copy_(state[f"mean/{name}"])
-            self._square[name].copy_(state[f"square/{name}"])
+        """Take them up."""
+        for name, value in self._state.items():
+            value.copy_(state[name])

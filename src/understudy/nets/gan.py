@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from understudy.errors import BadConfiguration
 from understudy.nets.draw import uniforms
-from understudy.ops.neighbours import neighbours
+from understudy.ops.columns import columns
 
 __all__ = ["Discriminator", "Generator", "Weights"]
 
@@ -28,6 +28,7 @@ DEVIATION = 0.02  # of the initial weights, as published
 SLOPE = 0.2  # of the leaky ReLU
 EPSILON = 1e-5  # of the batch norms
 KERNEL = 5
+MARGIN = (1, 2)  # zeros before and after, so that a convolution leaves half the side
 
 
 class Discriminator:
@@ -246,8 +247,8 @@ def _strided(x: Tensor, told: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def by_convolution(x: Tensor, weight: Tensor) -> Tensor:
-    """Convolve, 5x5 with stride 2; the border is filled so that half the side remains."""
-    return F.conv2d(_padded(x), weight, stride=2)
+    """Convolve, 5x5 with stride 2."""
+    return F.conv2d(F.pad(x, MARGIN * 2), weight, stride=2)
 
 
 def by_patches(x: Tensor, weight: Tensor) -> Tensor:
@@ -257,14 +258,9 @@ def by_patches(x: Tensor, weight: Tensor) -> Tensor:
     return made.view(len(weight), len(x), half, half).transpose(0, 1)
 
 
-def _padded(x: Tensor) -> Tensor:
-    return F.pad(x, (1, 2, 1, 2))
-
-
 def _patches(x: Tensor) -> Tensor:
     """Return the 5x5 patches a stride of 2 meets, as columns (channels x 25, pictures x places)."""
-    columns = neighbours(_padded(x), KERNEL, stride=2)
-    return columns.transpose(0, 1).reshape(columns.shape[1], -1)
+    return columns(x, KERNEL, 2, *MARGIN)
 
 
 def _enlarged(x: Tensor, told: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

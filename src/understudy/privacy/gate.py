@@ -703,6 +703,9 @@ class Shards:
 
         The records are drawn at random among the shard's own, without repetition where it has
         ``batch`` of them and each in turn where it has fewer; a shard without records sees zeros.
+
+        A step may change its shard's state in place and return it: what lies in its place already
+        is not copied.
         """
         vectorised = torch.func.vmap(step, randomness="error")
         for _ in range(times):
@@ -711,7 +714,7 @@ class Shards:
                 images, labels = self._load(chosen[group])
                 changed = vectorised(self._of(group), images, labels)
                 for name, value in self._states.items():
-                    value[group] = changed[name].detach()
+                    value[group] = changed[name].detach()  # onto itself PyTorch copies nothing
 
     def noisy_sum(
         self, query: Query, vote: Callable[..., Tensor], coins: tuple[int, ...] | None = None
