@@ -346,6 +346,35 @@ def test_averaging_releases_the_average_of_the_weights(tmp_path: Path) -> None:
             torch.testing.assert_close(halved[name], (start[name] + first[name]) / 2)
 
 
+# A head start
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_a_head_start_takes_its_share_of_the_budget(share: float) -> None:
+    method = DataLens(**PUBLISHED, head_start=share).calibrated(MNIST, Budget(1.0))
+    embedding, votes = method.plan(MNIST).events(MNIST)
+    assert (embedding.unit, embedding.times, votes.unit) == ("record", 1, "shard")
+    told = [e.times * (e.sensitivity / e.noise_multiplier) ** 2 for e in (embedding, votes)]
+    assert told[0] / sum(told) == pytest.approx(share)
+    # Gaussians all, so they cost what one of them together would, however they share.
+    assert sum(told) ** -0.5 == pytest.approx(3.7307, rel=1e-3)
+
+
+def test_a_head_start_brings_made_pictures_to_the_records(tmp_path: Path) -> None:
+    images = np.full((40, 1, 8, 8), 20, np.uint8)
+    images[1::2, :, :, 4:] = 230  # the second class is bright on the right
+    data = private(images, np.arange(40) % 2, counts=(20, 20))
+    ahead = small(
+        head_start=0.5, head_start_steps=150, head_start_learning_rate=1e-2, iterations=1
+    )  # fmt: skip
+    ahead = dataclasses.replace(ahead, noise_multiplier=0.0, generator_learning_rate=1e-30)
+    release = fit(data, ahead, ledger=Ledger(tmp_path / "l"), engine=CPU)
+    made = sample(release, 20, seed=0)
+    for label, shade in ((0, 20), (1, 230)):
+        right = made.images[made.labels == label][..., 4:].mean()
+        assert right == pytest.approx(shade / 127.5 - 1, abs=0.2)
+
+
 # Releases and samples
 
 
@@ -403,10 +432,11 @@ def test_calibration_gives_the_published_noise() -> None:
     assert method.query(MNIST).stddev == pytest.approx(5000, rel=0.01)
 
 
+@pytest.mark.parametrize("head_start", [0.0, 0.5])
 def test_a_killed_run_is_taken_up_with_the_answers_it_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head_start: float
 ) -> None:
-    method, ledger = small(), Ledger(tmp_path / "l")
+    method, ledger = small(head_start=head_start, head_start_steps=2), Ledger(tmp_path / "l")
     first: list[Tensor] = []
     real = Gate._answer
 
@@ -427,7 +457,7 @@ def test_a_killed_run_is_taken_up_with_the_answers_it_had(
     again.append(torch.zeros(()))
     fit(pictures(), method, ledger=ledger, engine=CPU)
     assert torch.equal(again[1], first[0]) and torch.equal(again[2], first[1])
-    assert len(again) == 1 + method.iterations
+    assert len(again) == 1 + method.iterations + bool(head_start)
     assert len(ledger.grants()) == 1
 
 

@@ -13,6 +13,7 @@ import torch
 from understudy.data.synthetic import SyntheticSet
 from understudy.engine import Engine, Progress, silent
 from understudy.methods.base import Generative, Preset
+from understudy.methods.dp_merf import DPMERF
 from understudy.methods.dpaf_game import AT_ONCE, Game
 from understudy.nets.dpaf import Discriminator, Generator
 from understudy.nets.draw import public_seed
@@ -123,6 +124,8 @@ class DPAF(Generative):
     layers: tuple[int, int, int] | None = None
     generator_width: int = 32
     latent: int = 100
+    anchor: float = 0.0  # x0, in the units of budget_split
+    anchor_weight: float = 10.0
     published: bool = False
 
     def __post_init__(self) -> None:
@@ -153,6 +156,9 @@ class DPAF(Generative):
             and all(math.isfinite(part) and part > 0 for part in self.budget_split),
             f"budget_split must be three positive numbers: {self.budget_split}",
         )
+        for field in ("anchor", "anchor_weight"):
+            value = getattr(self, field)
+            self._require(math.isfinite(value) and value >= 0, f"{field} is {value}; at least 0")
         self._require(0 < self.keep <= 1, f"keep must be in (0, 1]: {self.keep}")
         self._require(0 <= self.momentum < 1, f"momentum must be in [0, 1): {self.momentum}")
 
@@ -250,7 +256,13 @@ class DPAF(Generative):
             half, times = classifier / math.sqrt(2), self.classifier_batches
             asked.append((Step(features("classifier features"), times), half))
             asked.append((Step(gradients("classifier gradients"), times), half))
+        if self.anchor:
+            asked.append((Step(self.embedding(0.0).query(), times=1), self.anchor))
         return asked
+
+    def embedding(self, noise_multiplier: float) -> DPMERF:
+        """Return what an anchor is made of: the mean embedding of every class."""
+        return DPMERF(seed=self.seed, noise_multiplier=noise_multiplier)
 
     @property
     def updated(self) -> list[tuple[str, tuple[str, ...]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,7 @@ from understudy.ops.gradients import split
 from understudy.privacy.gate import Contribution, Gate
 
 if TYPE_CHECKING:
+    from understudy.methods.dp_merf import DPMERF
     from understudy.methods.dpaf import DPAF
 
 __all__ = ["AT_ONCE", "Game", "clipped_sum", "features_of_one", "largest", "pull_of_one"]
@@ -229,6 +230,7 @@ class Game:
         self.fixed = {n: v for n, v in drawn.items() if n not in (*names, *head)}
         self.conv = self._learner(drawn, names, method.learning_rate)
         self.head = self._learner(drawn, head, method.head_learning_rate)
+        self.anchor: Tensor | None = None
         first = self.maker.draw(public_seed(method.seed, "generator"), device=self.device)
         self.generator = self._learner(first, tuple(first), method.generator_learning_rate)
 
@@ -243,20 +245,36 @@ class Game:
     def play(self) -> None:
         """Train the classifier, then D and G in turns."""
         how, done = self.method, self._resume(self.gate.resume())
+        if done == 0 and how.anchor and not how.published:
+            self.anchor = self._embedding().ask(self.gate)
         if done == 0 and how.conv1 == "transfer":
             self.fixed = self._transferred()
+        distance = None if self.anchor is None else self._distance(self.anchor)
         for t in range(done, how.batches):
             stream = torch.Generator().manual_seed(public_seed(how.seed, "batch", t))
             real = self.records.aggregate("features", self.weights)
             for turn in range(t * how.public_steps, (t + 1) * how.public_steps):
                 self.head.descend(self._loss(real, self._fake(self._pictures(stream), stream)))
                 if (turn + 1) % how.critic_steps == 0:
-                    made = self._fake(self._pictures(stream, moving=True), stream)
-                    self.generator.descend(F.softplus(-self._judged(made)).mean())
+                    pictures = self._pictures(stream, moving=True)
+                    loss = F.softplus(-self._judged(self._fake(pictures, stream))).mean()
+                    if distance is not None:
+                        loss = loss + how.anchor_weight * distance(pictures)
+                    self.generator.descend(loss)
             if (t + 1) % how.asymmetry == 0:
                 self._update(stream)
                 if (t + 1) // how.asymmetry % CHECKPOINT == 0 and not how.published:
                     self.gate.checkpoint(self._state(t + 1))
+
+    def _embedding(self) -> DPMERF:
+        query = self.method.embedding(0.0).query().name
+        return self.method.embedding(self.method.noise(self.gate.public)[query])
+
+    def _distance(self, anchor: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return how far made pictures' mean embeddings are from the noisy ones of the records."""
+        told = self.labels.repeat_interleave(self.method.fakes_per_class)
+        match = self._embedding().distance(self.gate.public, anchor)
+        return lambda pictures: match(pictures, told)
 
     def _judged(self, aggregates: Tensor) -> Tensor:
         return self.discriminator.judge(self.head.weights, aggregates, self.labels)
@@ -341,6 +359,8 @@ class Game:
         state = {f"fixed/{name}": value for name, value in self.fixed.items()}
         for place, learner in learners.items():
             state |= {f"{place}/{name}": value for name, value in learner.state().items()}
+        if self.anchor is not None:
+            state["anchor"] = self.anchor
         return {**state, "done": torch.tensor(done)}
 
     def _resume(self, state: Mapping[str, Tensor] | None) -> int:
@@ -356,6 +376,7 @@ class Game:
         self.conv.resume(under("conv"))
         self.head.resume(under("head"))
         self.generator.resume(under("generator"))
+        self.anchor = state.get("anchor")
         return int(state["done"])
 
 

@@ -143,7 +143,7 @@ def _table_1() -> Iterator[Cell]:
     for dataset, figures in TABLE_1.items():
         for epsilon, figure in zip(BUDGETS, figures):
             told = shown(f"epsilon {epsilon:g}", dataset, quoted("DPAF, Table 1", figure))
-            yield from dpaf(dataset, epsilon, **told)
+            yield from dpaf(dataset, epsilon, fidelity=True, **told)
 
 
 def _on_faces(row: str, table: int, figures: tuple[float, ...]) -> Iterator[tuple[str, float, Any]]:
