@@ -72,6 +72,19 @@ class TestResume:
         assert [row["configuration"]["group_size"] for row in rows] == [40.0, 30.0]
         assert up_to_date(QUICK, rows[1]) and not up_to_date(QUICK, rows[0])
 
+    def test_a_field_that_came_later_counts_as_if_it_had_had_its_default(
+        self, results: Path
+    ) -> None:
+        measure([QUICK], results, device="cpu")
+        (row,) = read(results)
+        assert up_to_date(QUICK, row)
+        defaults = LDPDC()
+        for name, value in row["configuration"].items():
+            earlier = {**row, "configuration": {**row["configuration"]}}
+            del earlier["configuration"][name]
+            same = name == "images_per_class" or getattr(defaults, name) == value
+            assert up_to_date(QUICK, earlier) == same, name
+
     def test_measures_a_cell_of_two_suites_once(self, results: Path) -> None:
         again = dataclasses.replace(QUICK, row="in another table")
         assert measure([QUICK, again], results, device="cpu").done == 1

@@ -41,7 +41,14 @@ def released(method: DPAF, ledger: Path, data: PrivateDataset | None = None) -> 
     return fit(data or two_pictures(), method, ledger=Ledger(ledger), engine=CPU, secret=secret)
 
 
-EVERY_WAY = pytest.mark.parametrize("conv1", ["transfer", "random", "updated", "joint"])
+EVERY_WAY = pytest.mark.parametrize(
+    "how",
+    [
+        *({"conv1": conv1} for conv1 in ("transfer", "random", "updated", "joint")),
+        {"conv1": "random", "anchor": 20.0},
+    ],
+    ids=["transfer", "random", "updated", "joint", "anchored"],
+)
 
 
 # What is asked, and what it costs
@@ -81,10 +88,10 @@ def test_gradients_come_from_a_batch_mu_times_the_size() -> None:
 
 
 @EVERY_WAY
-def test_the_noise_multiplier_is_that_of_one_query_as_telling_as_all(conv1: str) -> None:
+def test_the_noise_multiplier_is_that_of_one_query_as_telling_as_all(how: dict[str, Any]) -> None:
     """Where every record is asked the division is exact: mu^2 = sum of times / sigma^2."""
     few = dataclasses.replace(MNIST, counts=(500,) * 10)
-    method = DPAF(conv1=conv1, group_size=500.0, noise_multiplier=2.0)  # type: ignore[arg-type]
+    method = DPAF(**how, group_size=500.0, noise_multiplier=2.0)
     steps = method.plan(few)
     assert sum(s.times / s.query.noise_multiplier**2 for s in steps) == pytest.approx(1 / 4)
     one = Event(
@@ -116,6 +123,22 @@ def test_the_split_is_that_of_the_epsilons_they_would_cost_alone(
     mus = [math.sqrt(weight) for weight in weights.values()]
     whole = math.hypot(*split)
     assert mus == pytest.approx([part / whole for part in split])
+
+
+def test_an_anchor_is_one_more_mechanism_among_them() -> None:
+    method = DPAF(anchor=20.0, budget_split=(20.0, 40.0, 40.0), noise_multiplier=1.0)
+    (anchor,) = (step for step in method.plan(MNIST) if step.query.name.startswith("mean"))
+    assert (anchor.times, anchor.query.bound, anchor.query.expected_batch) == (1, 1.0, None)
+    assert 1 / anchor.query.noise_multiplier == pytest.approx(20 / math.hypot(20, 40, 40))
+
+
+def test_large_pictures_get_an_anchor_where_it_is_more_than_noise() -> None:
+    faces = dataclasses.replace(MNIST, shape=(3, 64, 64), classes=("f", "m"), counts=(6492, 3508))
+    asked = {e: DPAF.suited(faces, Budget(e), CPU) for e in (1.0, 10.0)}
+    assert asked == {1.0: "large", 10.0: "anchored"}
+    assert DPAF.suited(faces, None, CPU) == "anchored"
+    assert DPAF.suited(MNIST, Budget(10.0), CPU) is None
+    assert DPAF.suited(dataclasses.replace(faces, counts=(6492, 390)), None, CPU) is None
 
 
 def test_one_accountant_composes_what_the_paper_adds() -> None:
@@ -243,7 +266,7 @@ def test_compression_keeps_the_largest_entries_of_its_own_row() -> None:
 
 @EVERY_WAY
 def test_the_release_is_a_function_of_the_answers_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conv1: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
     """Put the same answers in place of the gate's, on different records: nothing else gets out."""
     stream = torch.Generator()
@@ -260,7 +283,7 @@ def test_the_release_is_a_function_of_the_answers_alone(
     for data in (two_pictures(), private(images, np.arange(120) % 2, name="two pictures")):
         stream.manual_seed(5)
         ledger = tmp_path / f"{len(signals)}"
-        method = small(conv1=conv1, noise_multiplier=0.0)
+        method = small(**how, noise_multiplier=0.0)
         signals.append(released(method, ledger, data).signals)
     for name, value in signals[0].items():
         assert torch.equal(value, signals[1][name]), name
@@ -268,7 +291,7 @@ def test_the_release_is_a_function_of_the_answers_alone(
 
 @EVERY_WAY
 def test_every_sum_keeps_to_its_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conv1: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
     """Hostile records in the set: every exact sum is as long as its batch at most."""
     seen: dict[str, list[tuple[float, int]]] = {}
@@ -285,13 +308,67 @@ def test_every_sum_keeps_to_its_bound(
     images = random.uniform(-1, 1, (120, 1, 8, 8)).astype(np.float32)
     images[3], images[4], images[5, 0, 0, 0], images[6] = 1e30, np.nan, np.inf, 0.0
     data = private(images, np.arange(120) % 2)
-    method = small(conv1=conv1, group_size=60.0, noise_multiplier=0.0)
+    method = small(**how, group_size=60.0, noise_multiplier=0.0)
     signals = released(method, tmp_path / "l", data).signals
     assert all(torch.isfinite(value).all() for value in signals.values())
     assert set(seen) == {step.query.name for step in method.plan(data.public)}
     for name, sums in seen.items():
         assert all(norm <= count for norm, count in sums), name
         assert max(norm for norm, _ in sums) > 1, name
+
+
+def test_a_run_killed_after_a_checkpoint_keeps_its_anchor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    monkeypatch.setattr("understudy.methods.dpaf_game.CHECKPOINT", 1)
+    method, asked = small(anchor=20.0, noise_multiplier=0.0, group_size=60.0), []
+    real = Gate._answer
+
+    def answer(self: Gate, query: Query, total: Any) -> Any:
+        if len(asked) == 5 and not again:
+            raise Killed
+        asked.append(query.name)
+        return real(self, query, total)
+
+    again: list[bool] = []
+    monkeypatch.setattr(Gate, "_answer", answer)
+    with pytest.raises(Killed):
+        released(method, tmp_path / "a")
+    again.append(True)
+    resumed = fit(two_pictures(), method, ledger=Ledger(tmp_path / "a"), engine=CPU)
+    assert sum(name.startswith("mean") for name in asked) == 1
+    whole = fit(two_pictures(), method, ledger=Ledger(tmp_path / "b"), engine=CPU)
+    for name, value in whole.signals.items():
+        assert torch.equal(value, resumed.signals[name]), name
+
+
+def test_an_anchor_keeps_made_pictures_near_the_records_mean(tmp_path: Path) -> None:
+    """SIN takes brightness and contrast away, so little else tells the generator of them."""
+    images = np.full((120, 1, 8, 8), -0.8, np.float32)
+    images[::2, :, 2:6, 2:6] = 0.8
+    images[1::2, :, 3:5, :] = -0.2
+    data = private(images, np.arange(120) % 2, counts=(60, 60))
+    gaps = []
+    for anchor in (0.0, 20.0):
+        method = small(
+            batches=60,
+            public_steps=9,
+            noise_multiplier=0.0,
+            group_size=60.0,
+            generator_learning_rate=1e-2,
+            anchor=anchor,
+            anchor_weight=100.0,
+        )
+        release = released(method, tmp_path / str(anchor), data)
+        made = method.sample(release, 40, engine=CPU)
+        apart = [
+            made.images[made.labels == c].mean(0) - torch.from_numpy(images[c]) for c in (0, 1)
+        ]
+        gaps.append(float(torch.cat(apart).square().mean()))
+    assert gaps[1] < gaps[0] / 4
 
 
 def test_conv1_moves_only_where_it_is_told_to(tmp_path: Path) -> None:

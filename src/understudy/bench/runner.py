@@ -8,6 +8,7 @@ was. A cell that fails is recorded as failed and does not stop the rest; the nex
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import hashlib
@@ -128,8 +129,9 @@ def up_to_date(cell: Cell, line: Line | None) -> bool:
     method = cell.configured()
     now = json.loads(json.dumps(plain_values(method.recipe()["configuration"])))
     free = {"images_per_class"} | (set() if cell.epsilon is None else {"noise_multiplier"})
-    names = line["configuration"].keys() - free
-    return all(now.get(name) == line["configuration"][name] for name in names)
+    fields = (own for own in dataclasses.fields(method) if own.default is not dataclasses.MISSING)
+    then = {**plain_values({own.name: own.default for own in fields}), **line["configuration"]}
+    return all(now.get(name) == then[name] for name in then.keys() - free)
 
 
 def _check_jobs(jobs: int, engine: Engine) -> None:

@@ -126,6 +126,12 @@ def dosser(
     )
 
 
+def judged(repeats: int, **declared: Any) -> Iterator[Cell]:
+    """Declare a generator as DataLens judges one, unless told otherwise."""
+    how = {"samples": 10_000, "protocol": "datalens", "networks": ("datalens",)}
+    return repeated(repeats, 1, **{**how, **declared})
+
+
 def shown(
     row: str,
     column: str,

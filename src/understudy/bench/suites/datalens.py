@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from understudy.bench.cells import RELEASED, Cell, Suite, repeated
-from understudy.bench.suites.common import GRAY, quoted, shown
+from understudy.bench.suites.common import GRAY, judged, quoted, shown
 
 FACES = ("celeba", "celeba-hair")
 FOUR = (*GRAY, *FACES)
@@ -78,17 +78,13 @@ def datalens(
 ) -> Iterator[Cell]:
     """Declare DataLens with the published settings for its dataset and budget."""
     kind = "faces" if dataset in FACES else "fashion" if dataset == "fashion-mnist" else "mnist"
-    return repeated(
+    return judged(
         2,
-        1,
         method="datalens",
         dataset=dataset,
         preset=f"{kind}-eps{10 if epsilon > 1 else 1}",
         values=dict(values or {}),
         epsilon=epsilon,
-        samples=10_000,
-        protocol="datalens",
-        networks=("datalens",),
         **told,
     )
 
@@ -114,6 +110,8 @@ def _head_starts() -> Iterator[Cell]:
         yield from with_head_start(dataset, epsilon, **shown("with a head start", column))
         alone = {**HEAD_START, "iterations": 1}
         yield from datalens(dataset, epsilon, alone, **shown("head start, one vote", column))
+        merf = shown("DP-MERF: all of the budget for an embedding", column)
+        yield from judged(2, method="dp-merf", dataset=dataset, epsilon=epsilon, **merf)
 
 
 def dp_sgd(
