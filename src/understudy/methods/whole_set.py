@@ -70,8 +70,8 @@ class WholeSet(Matching):
     presets: ClassVar[Mapping[str, Preset]] = {
         "gray": Preset(
             {"queries": 50},
-            "Epsilon 1, partition-and-expand, on an H200: 97.1 % on MNIST and 81.0 % on Fashion-MNIST "
-            "with 10 stored images per class, 97.3 and 81.5 % with 50 (two releases each, "
+            "Epsilon 1, partition-and-expand, on an H200: 97.1 % on MNIST and 81.1 % on Fashion-MNIST "
+            "with 10 stored images per class, 97.3 and 81.7 % with 50 (two releases each, "
             "docs/results.md). For a GPU.",
         ),
         "color": Preset(
