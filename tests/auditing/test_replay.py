@@ -33,7 +33,7 @@ from understudy.methods import (
     dpaf_game,
 )
 from understudy.methods.diffusion import Diffusion
-from understudy.privacy import Adjacency, Gate, Plan, Public, Release, Step
+from understudy.privacy import Adjacency, Gate, Plan, Public, Release, Step, clipping
 from understudy.privacy import gate as gates
 
 SIGNS = torch.randint(0, 2, (2, 1, 8, 8), generator=torch.Generator().manual_seed(7)) * 2.0 - 1
@@ -269,12 +269,12 @@ def test_the_published_clipping_of_dpaf_is_caught(
 
 def scaled_by_the_longest(patch: pytest.MonkeyPatch) -> None:
     """Bound the rows of a chunk by the norm of its longest, instead of each by its own."""
-    real = gates.clip
+    real = clipping.clip
 
     def clip(rows: Tensor, bound: float, step: float) -> Tensor:
         return real(rows * bound / rows.norm(dim=1).max(), bound, step)
 
-    patch.setattr(gates, "clip", clip)
+    patch.setattr(clipping, "clip", clip)
 
 
 def batches_of_a_fixed_size(patch: pytest.MonkeyPatch) -> None:
