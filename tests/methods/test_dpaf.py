@@ -443,6 +443,13 @@ def test_rare_classes_count_as_much_as_common_ones(tmp_path: Path) -> None:
 # As published
 
 
+@pytest.mark.parametrize("conv1", ["random", "transfer"])
+def test_empty_batches_pull_at_nothing(tmp_path: Path, conv1: str) -> None:
+    method = small(published=True, conv1=conv1, group_size=0.02, noise_multiplier=0.0)
+    signals = released(method, tmp_path / "l").signals
+    assert all(bool(value.isfinite().all()) for value in signals.values())
+
+
 def test_the_published_algorithm_costs_infinity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,7 +172,9 @@ class _Bare(_Records):
         """Clip the pulls of the held records and add noise, but for the classifier's conv2."""
         images, labels = (torch.cat(parts) for parts in zip(*self._batches, strict=True))
         pull = pull_of_one(self.discriminator, weights, names, directions, self.method.keep)
-        rows = vmap(pull, chunk_size=AT_ONCE)(images, labels)
+        rows = images.new_zeros(0, sum(weights[other].numel() for other in names))
+        if len(images):  # a Poisson batch may be empty
+            rows = vmap(pull, chunk_size=AT_ONCE)(images, labels)
         plain = sum(
             weights[other].numel()
             for other in names
