@@ -136,10 +136,13 @@ def test_random_order_uses_every_signal_about_equally_and_only_public_randomness
 
 @pytest.mark.slow
 def test_a_subspace_from_random_fields_helps_at_epsilon_one(tmp_path: Path) -> None:
-    """Three releases gave 89.1 to 90.3 % with the subspace and 80.5 to 82.2 % without."""
-    accuracies = []
+    """Three releases gave 89.1 to 90.3 % with the subspace and 80.5 to 82.2 % without.
+
+    Noise is secret, and single releases were once as near as 84.7 and 83.8: so means of three.
+    """
+    accuracies: list[float] = []
     plain = {"subspace": None, "auxiliary": None, "learning_rate": 1.0}
-    for turn, changes in enumerate(({}, plain)):
+    for turn, changes in enumerate([{}] * 3 + [plain] * 3):
         method = Dosser.configured({**Dosser.presets["digits"].configuration, **changes})
         ledger = Ledger(tmp_path / str(turn))
         release = fit(load("digits"), method, budget=Budget(1.0), ledger=ledger, engine=CPU)
@@ -147,5 +150,6 @@ def test_a_subspace_from_random_fields_helps_at_epsilon_one(tmp_path: Path) -> N
         made = synthesise(release, engine=CPU)
         scores = evaluate(made, load_heldout("digits"), protocol="quick", seeds=(0,), engine=CPU)
         accuracies.append(scores.accuracy)
-    assert accuracies[0] > 0.8
-    assert accuracies[0] > accuracies[1] + 0.02
+    with_subspace, without = np.mean(accuracies[:3]), np.mean(accuracies[3:])
+    assert with_subspace > 0.8
+    assert with_subspace > without + 0.02
