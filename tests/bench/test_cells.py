@@ -15,10 +15,11 @@ from understudy.bench.cells import CLASS_SIZES, RELEASED, SKLEARN, Cell, Referen
 from understudy.bench.render import entries
 from understudy.bench.runner import protocol
 from understudy.bench.suites import REASONS, SUITES
-from understudy.bench.suites.dpaf import CLAIMED
+from understudy.bench.suites.datalens import HEAD_START
+from understudy.bench.suites.dpaf import ANCHOR, CLAIMED
 from understudy.data.datasets import DATASETS, load
 from understudy.errors import BadConfiguration
-from understudy.methods import TRAINERS, registered
+from understudy.methods import DPAF, TRAINERS, DataLens, registered
 from understudy.nets.classifiers import NETWORKS
 
 CELL = Cell(
@@ -191,6 +192,11 @@ def test_the_published_dpaf_gets_the_noise_the_sound_one_has_at_the_epsilon_it_c
         sound = dataclasses.replace(cell.configured(), published=False)
         assert sound.epsilon(cell.public) == pytest.approx(epsilon, rel=1e-3)
         assert math.isinf(cell.configured().epsilon(cell.public))
+
+
+def test_what_suites_set_is_what_presets_have() -> None:
+    assert DataLens.presets["head-start"].configuration == HEAD_START
+    assert ANCHOR.items() <= DPAF.presets["anchored"].configuration.items()
 
 
 def test_a_suite_refuses_to_measure_a_cell_twice() -> None:

@@ -392,8 +392,13 @@ def _groups(seeds: Sequence[int], width: int) -> Iterator[list[int]]:
 
 def _stackable(net: nn.Module) -> bool:
     """Tell whether networks like this one can train as a stack: no state besides parameters."""
-    has_dropout = any(isinstance(part, Dropout | nn.Dropout) for part in net.modules())
-    return not has_dropout and next(net.buffers(), None) is None
+    return _recordable(net) and not any(isinstance(part, Dropout) for part in net.modules())
+
+
+def _recordable(net: nn.Module) -> bool:
+    """Tell whether runs that warm up can be undone: no statistics, no global generator."""
+    global_masks = any(isinstance(part, nn.Dropout) for part in net.modules())
+    return not global_masks and next(net.buffers(), None) is None
 
 
 def _compute_in(nets: Sequence[nn.Module], precision: torch.dtype) -> None:
@@ -527,14 +532,10 @@ class _Step:
             abreast(works, images.device)
             stack.descend(gradients.div_(picked.shape[1]), protocol)
 
-        parts = list(stack.net.modules())
-        if (
-            any(isinstance(p, nn.Dropout) for p in parts)
-            or next(stack.net.buffers(), None) is not None
-        ):
-            self._go = step  # runs that warm up would change statistics and the global generator
+        if not _recordable(stack.net):
+            self._go = step
             return
-        masks = [p.generator(images.device) for p in parts if isinstance(p, Dropout)]
+        masks = [m.generator(images.device) for m in stack.net.modules() if isinstance(m, Dropout)]
         self._go = captured(step, images.device, (stack.flats, stack.velocities), masks)
 
     def __call__(self, batch: Sequence[Tensor]) -> None:

@@ -32,7 +32,6 @@ Ballots = Callable[[State, Tensor], Tensor]
 NORM_PICTURES = 50
 """Pictures of each class whose statistics the released generator's batch norms keep. Ours."""
 
-
 PICTURES_AT_THE_START = 100
 """Made pictures of all classes together whose mean embeddings are compared at a time."""
 

@@ -20,7 +20,6 @@ from understudy.ops.gradients import split
 from understudy.privacy.gate import Contribution, Gate
 
 if TYPE_CHECKING:
-    from understudy.methods.dp_merf import DPMERF
     from understudy.methods.dpaf import DPAF
 
 __all__ = ["AT_ONCE", "Game", "clipped_sum", "features_of_one", "largest", "pull_of_one"]
@@ -248,7 +247,7 @@ class Game:
         """Train the classifier, then D and G in turns."""
         how, done = self.method, self._resume(self.gate.resume())
         if done == 0 and how.anchor and not how.published:
-            self.anchor = self._embedding().ask(self.gate)
+            self.anchor = how.embedding(self.gate.public).ask(self.gate)
         if done == 0 and how.conv1 == "transfer":
             self.fixed = self._transferred()
         distance = None if self.anchor is None else self._distance(self.anchor)
@@ -268,14 +267,11 @@ class Game:
                 if (t + 1) // how.asymmetry % CHECKPOINT == 0 and not how.published:
                     self.gate.checkpoint(self._state(t + 1))
 
-    def _embedding(self) -> DPMERF:
-        query = self.method.embedding(0.0).query().name
-        return self.method.embedding(self.method.noise(self.gate.public)[query])
-
     def _distance(self, anchor: Tensor) -> Callable[[Tensor], Tensor]:
         """Return how far made pictures' mean embeddings are from the noisy ones of the records."""
         told = self.labels.repeat_interleave(self.method.fakes_per_class)
-        match = self._embedding().distance(self.gate.public, anchor)
+        public = self.gate.public
+        match = self.method.embedding(public).distance(public, anchor)
         return lambda pictures: match(pictures, told)
 
     def _judged(self, aggregates: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class _Step(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         moving = weight, mean, square
         if available(weight) and all(value.is_contiguous() for value in moving):
-            _fused(*moving, slope.contiguous(), pace.contiguous(), tiny.contiguous(), momentum)
+            _fused((*moving, *(value.contiguous() for value in (slope, pace, tiny))), momentum)
             return moving
         given = [*moving, slope, pace, tiny]
         if pace.dim() == 0:
@@ -97,8 +97,8 @@ class _Step(torch.autograd.Function):
         few = len(given[0])
         if weight.device.type == "cpu":
             few = max(1, CACHED_NUMBERS * few // max(1, weight.numel()))
-        for w, m, q, s, p, t in zip(*(torch.split(value, few) for value in given)):
-            _plainly(w, m, q, s, p, t, momentum)
+        for some in zip(*(torch.split(value, few) for value in given)):
+            _plainly(some, momentum)
         return moving
 
     @staticmethod
@@ -121,16 +121,9 @@ class _Step(torch.autograd.Function):
         return given[:3], where[:3]
 
 
-def _plainly(
-    weight: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    slope: Tensor,
-    pace: Tensor,
-    tiny: Tensor,
-    momentum: float,
-) -> None:
+def _plainly(given: tuple[Tensor, ...], momentum: float) -> None:
     """Do what the kernel does by one operation after the other."""
+    weight, mean, square, slope, pace, tiny = given
     own = [1] * (weight.dim() - pace.dim())
     pace, tiny = (number.reshape(*number.shape, *own) for number in (pace, tiny))
     mean.lerp_(slope, 1 - momentum)
@@ -138,22 +131,15 @@ def _plainly(
     weight.sub_((pace * mean).div_(square.sqrt().add_(tiny)))
 
 
-def _fused(
-    weight: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    slope: Tensor,
-    pace: Tensor,
-    tiny: Tensor,
-    momentum: float,
-) -> None:
+def _fused(given: tuple[Tensor, ...], momentum: float) -> None:
+    weight, *_, pace, _ = given
     if not weight.numel():
         return
     learners = pace.numel()
     numbers = weight.numel() // learners
     blocks = triton.cdiv(numbers, BLOCK)
     _kernel[(learners * blocks,)](
-        weight, mean, square, slope, pace, tiny, 1 - momentum, 1 - SQUARES, numbers, blocks,
+        *given, 1 - momentum, 1 - SQUARES, numbers, blocks,
         BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 

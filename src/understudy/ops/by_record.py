@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input
 
+from understudy.ops.fused import FirstDerivative, folded, parted
 from understudy.ops.neighbours import neighbours
 
 __all__ = ["convolve_by_record"]
@@ -47,11 +48,12 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, where: tuple[int | None, ...], x: Tensor, weight: Tensor) -> Any:
         _everybodys(where[1])
-        convolved = _Forward.apply(_end_to_end(x, where[0], info), weight)  # type: ignore[no-untyped-call]
-        return convolved.unflatten(0, (info.batch_size, -1)), 0
+        (x,) = folded(info.batch_size, where[:1], (x,), (), ())
+        convolved = _Forward.apply(x, weight)  # type: ignore[no-untyped-call]
+        return parted(convolved, info.batch_size), 0
 
 
-class _Backward(torch.autograd.Function):
+class _Backward(FirstDerivative):
     """Return the gradients by the pictures, and by the weights for each picture; empty if not asked."""
 
     @staticmethod
@@ -68,16 +70,6 @@ class _Backward(torch.autograd.Function):
         return pictures, rows
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(
-            "A convolution by record has no second derivative. Build the network without by_record."
-        )
-
-    @staticmethod
     def vmap(
         info: Any,
         where: tuple[int | None, ...],
@@ -87,9 +79,9 @@ class _Backward(torch.autograd.Function):
         *asked: bool,
     ) -> Any:
         _everybodys(where[2])
-        slope, x = (_end_to_end(value, at, info) for value, at in zip((slope, x), where))
+        slope, x = folded(info.batch_size, where[:2], (slope, x), (), ())
         results = _Backward.apply(slope, x, weight, *asked)  # type: ignore[no-untyped-call]
-        return tuple(value.unflatten(0, (info.batch_size, -1)) for value in results), (0, 0)
+        return tuple(parted(value, info.batch_size) for value in results), (0, 0)
 
 
 def _laid_out(weight: Tensor) -> Tensor:
@@ -100,10 +92,3 @@ def _laid_out(weight: Tensor) -> Tensor:
 def _everybodys(where: int | None) -> None:
     if where is not None:
         raise NotImplementedError("A convolution by record has one set of weights for all records.")
-
-
-def _end_to_end(value: Tensor, where: int | None, info: Any) -> Tensor:
-    """Lay what is mapped over end to end in the batch."""
-    if where is None:
-        value, where = value.expand(info.batch_size, *value.shape), 0
-    return value.movedim(where, 0).flatten(0, 1)

@@ -29,6 +29,7 @@ except ImportError:  # CPU builds of PyTorch come without
 __all__ = [
     "EPSILON",
     "LARGEST_MAP",
+    "FirstDerivative",
     "added",
     "available",
     "channels_last",
@@ -97,7 +98,22 @@ class _Forward(torch.autograd.Function):
         return tuple(parted(result, info.batch_size) for result in results), (0, 0, 0)
 
 
-class _Backward(torch.autograd.Function):
+class FirstDerivative(torch.autograd.Function):
+    """Be a derivative that has none itself. Subclasses say what it is, and how it is mapped."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Refuse."""
+        raise NotImplementedError(
+            "This has no second derivative. Build the network with precision float32."
+        )
+
+
+class _Backward(FirstDerivative):
     """Return the gradient by the map, and by weight and bias for each picture of the batch."""
 
     @staticmethod
@@ -105,16 +121,6 @@ class _Backward(torch.autograd.Function):
         slope: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
         return _backward(channels_last(slope), channels_last(x), weight, bias, mean, scale)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(
-            "The fused block has no second derivative. Build the network with precision float32."
-        )
 
     @staticmethod
     def vmap(info: Any, where: tuple[int | None, ...], *given: Tensor) -> Any:
@@ -170,6 +176,17 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
+def room_for_halves(x: Tensor) -> Tensor:
+    """Return room for maps of half the sides."""
+    n, channels, height, width = x.shape
+    return torch.empty(
+        (n, channels, height // 2, width // 2),
+        dtype=x.dtype,
+        device=x.device,
+        memory_format=torch.channels_last,
+    )
+
+
 def sizes(channels: int, height: int, width: int, numbers: int = NUMBERS) -> dict[str, int]:
     """Return the sizes kernels are compiled for, if a program holds so many numbers of a map.
 
@@ -198,13 +215,8 @@ def _layout(x: Tensor, weight: Tensor) -> tuple[tuple[int, int], dict[str, int]]
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    n, channels, height, width = x.shape
-    halved = torch.empty(
-        (n, channels, height // 2, width // 2),
-        dtype=x.dtype,
-        device=x.device,
-        memory_format=torch.channels_last,
-    )
+    n, channels = x.shape[:2]
+    halved = room_for_halves(x)
     mean = torch.empty(n, channels, dtype=torch.float32, device=x.device)
     scale = torch.empty_like(mean)
     grid, sizes = _layout(x, weight)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from understudy.ops.fused import EPSILON, channels_last, sizes, triton
+from understudy.ops.fused import EPSILON, channels_last, room_for_halves, sizes, triton
 
 if triton is not None:
     import triton.language as tl
@@ -75,14 +75,8 @@ def _layout(pair: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def _forward(pair: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    n, channels, height, width = pair.shape
-    halved = torch.empty(
-        (n, channels, height // 2, width // 2),
-        dtype=pair.dtype,
-        device=pair.device,
-        memory_format=torch.channels_last,
-    )
-    moments = torch.empty(n, 4, channels // 2, dtype=torch.float32, device=pair.device)
+    halved = room_for_halves(pair)
+    moments = torch.empty(len(pair), 4, pair.shape[1] // 2, dtype=torch.float32, device=pair.device)
     grid, layout = _layout(pair)
     _forward_kernel[grid](
         pair, weight.contiguous(), bias.contiguous(), halved, moments, EPSILON, **layout

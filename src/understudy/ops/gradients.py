@@ -41,7 +41,6 @@ Parameters = Mapping[str, Tensor]
 FLOOR = 1e-6
 """Added to the product of two norms in a cosine: as in PSG's code, so a zero row has cosine 0."""
 
-
 SHORTEST = 1e-18
 """A row that is shorter, as float32 sees it a row of zeros, pulls nowhere by its own direction."""
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from understudy.ops.fused import (
     EPSILON,
     LARGEST_MAP,
+    FirstDerivative,
     added,
     channels_last,
     folded,
@@ -119,7 +120,7 @@ class _Forward(torch.autograd.Function):
         return tuple(parted(result, size) for result in results), (0, 0, 0)
 
 
-class _Backward(torch.autograd.Function):
+class _Backward(FirstDerivative):
     """Return the gradients by each neighbourhood, by the kernel, and by weight and bias.
 
     Those by parameters come for each picture of the batch. What is not asked for is empty.
@@ -130,16 +131,6 @@ class _Backward(torch.autograd.Function):
         return _backward(*given)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(
-            "The fused block has no second derivative. Build the network with precision float32."
-        )
-
-    @staticmethod
     def vmap(info: Any, where: tuple[int | None, ...], *given: Any) -> Any:
         size = info.batch_size
         maps, shared, asked = given[:4], given[4:7], given[7:]
@@ -148,7 +139,7 @@ class _Backward(torch.autograd.Function):
         return tuple(parted(result, size) for result in results), (0, 0, 0)
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(FirstDerivative):
     """Add up, for each pixel, what the neighbourhoods it stands in say of it."""
 
     @staticmethod
@@ -156,14 +147,6 @@ class _Gather(torch.autograd.Function):
         by_neighbour: Tensor, channels: int, height: int, width: int, margin: int
     ) -> Tensor:
         return _gather(by_neighbour, channels, height, width, margin)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError("The fused block has no second derivative.")
 
     @staticmethod
     def vmap(info: Any, where: tuple[int | None, ...], by_neighbour: Tensor, *sizes: int) -> Any:

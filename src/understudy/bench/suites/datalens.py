@@ -95,7 +95,7 @@ HEAD_START: Mapping[str, Any] = {
     "generator_learning_rate": 2e-4,
     "averaging": 0.9,
 }
-"""Half of the budget for a noisy mean embedding the generator is fitted to before the first vote."""
+"""As in the preset `head-start`: half of the budget for a noisy mean embedding the generator is fitted to before the first vote."""
 
 
 def with_head_start(dataset: str, epsilon: float, **told: Any) -> Iterator[Cell]:
@@ -181,8 +181,8 @@ SUITES = (
         title="DataLens with a head start",
         told="Before the first vote the generator is fitted to a noisy mean embedding of every class "
         "(DP-MERF's), for half of the budget; votes get the other half, at a fifth of the learning "
-        "rate. The last row stops after one vote, so it shows what the head start alone is worth at "
-        f"half of the budget. {ISOLATED}",
+        "rate. With one vote only, the head start alone shows what it is worth at half of the budget, "
+        f"and DP-MERF's own generator what the embedding is at all of it. {ISOLATED}",
         cells=tuple(_head_starts()),
     ),
     Suite(

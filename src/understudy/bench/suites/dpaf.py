@@ -219,8 +219,9 @@ SUITES = (
         told="The same networks, rounds and noise, once by the sound route and once by the published "
         "one, which claims an epsilon that it does not have: it costs infinity "
         "(docs/methods/dpaf.md, 'Why the published bound fails'). Two releases of each, judged as in "
-        "Table 1. An anchor is ours: a noisy mean embedding of every class. And one release of faces enlarged to 128x128 pixels, 2,000 records drawn, a ConvNet "
-        "under the quick protocol: it works there, too.",
+        "Table 1. An anchor is ours: a noisy mean embedding of every class. And one release of faces "
+        "enlarged to 128x128 pixels, 2,000 records drawn, a ConvNet under the quick protocol: it works "
+        "there, too.",
         cells=(*_beside_the_published(), *_larger()),
     ),
     Suite(
