@@ -88,5 +88,7 @@ def _svg(title: str, width: float, height: float, draw: Callable[[Axes], None]) 
         draw(axes)
         axes.set_title(title, fontsize=10)
         held = io.StringIO()
-        figure.savefig(held, format="svg", metadata={"Date": None, "Creator": "understudy bench"})
+        about = {"Date": None, "Creator": "understudy bench"}
+        # Tight: beside long names the axes, and what is written below, may be wider than the rest.
+        figure.savefig(held, format="svg", metadata=about, bbox_inches="tight")
     return held.getvalue()
